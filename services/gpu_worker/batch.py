@@ -1,0 +1,81 @@
+"""What a step is: the types between the running set, which decides, and an engine, which computes. *Pure.*"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from shared.protocol import SamplingParams
+
+
+@dataclass(slots=True)
+class Sequence:
+    """One running sequence. token_ids = prompt + output so far; the KV of the first num_computed of them is in the pool.
+
+    While num_computed < len(token_ids) - 1 it is in prefill (also after a move, where the output is recomputed).
+    Token t lives in slot block_ids[t // block_size] * block_size + t % block_size.
+    """
+
+    sid: str
+    epoch: int
+    choice: int
+    params: SamplingParams
+    num_prompt_tokens: int
+    token_ids: list[int]
+    block_ids: list[int]
+    num_computed: int = 0
+    salt: bytes = b""
+    alone: bool = False
+    cached_tokens: int = 0
+    num_sealed: int = 0  # whole blocks reported as sealed, from the first on
+    keys: list[bytes] = field(default_factory=list)  # of the sealed blocks
+    num_committed: int = 0  # output tokens known to be in the durable log
+    finish: str = ""
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.token_ids) - self.num_prompt_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Compute token_ids[start : start + count] of a sequence; sample: draw the next token from the last of them."""
+
+    seq: Sequence
+    start: int
+    count: int
+    sample: bool
+
+
+@dataclass(frozen=True, slots=True)
+class SampledToken:
+    """logprob and top (token id, log-probability; best first) only where the request asked for them."""
+
+    token_id: int
+    logprob: float = 0.0
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class EngineInfo:
+    """What an engine can hold. num_blocks: blocks of its KV pool. variant: see DESIGN P2; part of every block key."""
+
+    variant: str
+    vocab_size: int
+    max_model_len: int
+    block_size: int
+    num_blocks: int
+    device: str
+
+
+class Engine(Protocol):
+    """Synchronous; runs in the engine thread. Knows neither Redis nor HTTP nor scheduling."""
+
+    info: EngineInfo
+
+    def step(self, chunks: Seq[Chunk]) -> list[SampledToken | None]:
+        """One forward over all chunks; one result a chunk (None where sample is False). Writes the KV of every
+        computed token into the pool; does not modify the sequences. A sequence's result does not depend on the
+        other chunks, nor on how its tokens were cut into chunks."""
+        ...

@@ -1,0 +1,1 @@
+"""What all services share: messages, scripts, leases, settings. Imports no service and no torch."""
