@@ -66,7 +66,7 @@ class GGUFError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class GGUFTensor:
-    """One row of the tensor table. shape is row-major (the reverse of the file's order): the last axis is contiguous."""
+    """One row of the tensor table. shape is row-major, the reverse of the file's order: the last axis is contiguous."""
 
     name: str
     shape: tuple[int, ...]

@@ -380,7 +380,7 @@ class RunningSequence(Message):
 
 
 class Report(Message):
-    """What changed at the worker, as a state: a repeated or late one is harmless. Order to apply: taken, seals, ended."""
+    """What changed at the worker, as a state: repeated or late is harmless. Apply taken, then seals, then ended."""
 
     TAG: ClassVar[str] = "report"
     worker: str
@@ -450,7 +450,7 @@ class Inventory(Message):
 
 
 class StoreCall(Message):
-    """Common head: run_term is the caller's lease on the worker, pool_term the store's on the pool as the caller knows it."""
+    """Common head. run_term: the caller's lease on the worker; pool_term: the store's on the pool, known so far."""
 
     call: int
     reply_to: str
@@ -529,7 +529,9 @@ class Update(StoreCall):
     def from_wire(cls, fields: Any) -> Self:
         plain = {k: v for k, v in fields.items() if k not in ("taken", "seals")}
         taken = tuple(Taken.from_wire(t) for t in fields.get("taken", ()))
-        return cls.model_validate(plain | {"taken": taken, "seals": tuple(map(Seal.from_wire, fields.get("seals", ())))})
+        return cls.model_validate(
+            plain | {"taken": taken, "seals": tuple(map(Seal.from_wire, fields.get("seals", ())))}
+        )
 
 
 class Updated(Message):

@@ -1,0 +1,92 @@
+"""Connections to Redis, made here alone, and reading of streams that this process owns.
+
+Knows no message and no script. redis-py 8 sets a socket time-out of 5 s by default, which breaks blocking reads, and
+its RESP3 replies have other shapes: both are fixed here. A blocked read occupies its connection, so heartbeats get a
+client of their own (`connect` once more).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Any
+
+from redis.asyncio import Redis
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+from redis.exceptions import BusyLoadingError, ConnectionError, RedisError, TimeoutError
+
+CONNECT_TIMEOUT_S = 5.0
+LOST = (ConnectionError, TimeoutError, BusyLoadingError, OSError)
+
+
+def connect(url: str) -> Redis:
+    """A client with a pool of its own. Nothing is sent before the first command; replies are bytes.
+
+    No retry inside the library: after a lost connection a command may or may not have run, and only the caller knows
+    that repeating it is harmless.
+    """
+    return Redis.from_url(
+        url, socket_timeout=None, socket_connect_timeout=CONNECT_TIMEOUT_S, protocol=2,
+        retry=Retry(NoBackoff(), 0), retry_on_error=[], health_check_interval=0, decode_responses=False,
+    )  # fmt: skip
+
+
+def id_key(stream_id: str) -> tuple[int, int]:
+    """Stream ids in their order."""
+    ms, _, seq = stream_id.partition("-")
+    return int(ms), int(seq or 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    stream: str
+    id: str
+    fields: dict[bytes, bytes]
+
+
+class StreamReader:
+    """Reads several streams with one blocking call and remembers what it has read.
+
+    `last` may be handed to `Scripts.refresh`, which trims the streams up to it; hand over only what is handled.
+    """
+
+    def __init__(self, redis: Any, prefix: str, last: dict[str, str]) -> None:
+        self._redis = redis
+        self._prefix = prefix
+        self.last = dict(last)
+
+    async def read(self, block_ms: int, count: int = 256) -> list[Entry]:
+        """Entries after the last ones read; [] after block_ms without any. block_ms 0 returns at once."""
+        streams = {self._prefix + name: last for name, last in self.last.items()}
+        reply = await self._redis.xread(streams, count=count, block=block_ms or None)
+        entries: list[Entry] = []
+        for name, items in reply:
+            stream = name.decode()[len(self._prefix) :]
+            entries += [Entry(stream, id.decode(), fields) for id, fields in items]
+            if items:
+                self.last[stream] = items[-1][0].decode()
+        return entries
+
+
+async def backoff() -> AsyncIterator[None]:
+    """Yields at growing, jittered distances (0.05 to 2 s): `async for _ in backoff(): try ... else: break`."""
+    delay = 0.05
+    while True:
+        yield
+        await asyncio.sleep(delay * (0.5 + random.random()))
+        delay = min(2.0, delay * 2)
+
+
+async def wait_for_redis(redis: Redis, timeout_s: float) -> None:
+    """Returns when Redis answers; RedisError after timeout_s."""
+    deadline = asyncio.get_running_loop().time() + timeout_s
+    async for _ in backoff():
+        try:
+            await redis.ping()
+            return
+        except LOST as e:
+            if asyncio.get_running_loop().time() > deadline:
+                raise RedisError(f"Redis does not answer: {e}") from e

@@ -1,0 +1,64 @@
+-- Prelude of every script. KEYS[1] is the model's prefix; all other keys are built from it and lie in its slot.
+-- Payloads are opaque strings: cmsgpack is never used (it refuses `bin` and damages integers past 2^53).
+local P = KEYS[1]
+
+-- Makes the writes that follow possible on a full server (checked once, at a script's first write). Not in `admit`.
+local function run_when_full() redis.call('DEL', P .. 'absent') end
+
+local function now_ms()
+  local t = redis.call('TIME')
+  return t[1] * 1000 + math.floor(t[2] / 1000)
+end
+
+local function sequence_key(sid) return P .. 's:' .. sid end
+local function request_of(sid) return string.match(sid, '^(.*)%.%d+$') end
+
+local function enqueue(sid, s, epoch)
+  local f = redis.call('HMGET', s, 'prompt_tokens', 'num_tokens', 'priority', 'arrival_ms', 'strikes')
+  local qid = redis.call('XADD', P .. 'requests', '*', 'sid', sid, 'epoch', epoch, 'prompt', f[1], 'output', f[2],
+    'priority', f[3], 'arrival', f[4], 'strikes', f[5])
+  redis.call('HSET', s, 'state', 'queued', 'worker', '', 'qid', qid)
+  redis.call('HINCRBY', P .. 'queue', 'tokens', f[1])
+end
+
+local function dequeue(s)
+  local f = redis.call('HMGET', s, 'qid', 'prompt_tokens')
+  if f[1] and f[1] ~= '' then
+    redis.call('XACK', P .. 'requests', 'schedulers', f[1])
+    if redis.call('XDEL', P .. 'requests', f[1]) == 1 then
+      redis.call('HINCRBY', P .. 'queue', 'tokens', -f[2])
+    end
+    redis.call('HSET', s, 'qid', '')
+  end
+end
+
+-- When the last sequence of a request is done, all its keys expire. Returns nothing.
+local function settle_request(rid)
+  local r = P .. 'r:' .. rid
+  if redis.call('HINCRBY', r, 'open', -1) > 0 then return end
+  local f = redis.call('HMGET', r, 'n', 'retention_ms')
+  redis.call('PEXPIRE', r, f[2])
+  for i = 0, f[1] - 1 do
+    redis.call('PEXPIRE', P .. 's:' .. rid .. '.' .. i, f[2])
+    redis.call('PEXPIRE', P .. 's:' .. rid .. '.' .. i .. ':log', f[2])
+  end
+end
+
+-- Enters `done`, once; the caller has checked that the state is not done. Returns the gateway's stream name.
+local function settle(sid, s, outcome)
+  local f = redis.call('HMGET', s, 'state', 'gateway', 'worker')
+  if f[1] == 'queued' then
+    dequeue(s)
+  elseif f[3] and f[3] ~= '' then
+    redis.call('SREM', P .. 'on:' .. f[3], sid)
+  end
+  redis.call('HSET', s, 'state', 'done', 'outcome', outcome)
+  settle_request(request_of(sid))
+  return f[2]
+end
+
+-- Enters `done` and writes the terminal entry to the gateway that the record names.
+local function terminate(sid, s, outcome)
+  local gateway = settle(sid, s, outcome)
+  redis.call('XADD', P .. 'out:' .. gateway, 'NOMKSTREAM', '*', '!' .. sid, outcome)
+end

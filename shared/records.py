@@ -1,0 +1,96 @@
+"""Reading what the scripts wrote: request and sequence records, token logs, members. Changes nothing.
+
+Plain commands, not scripts: what is read may be old by the time it is used, and only scripts decide.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from shared.protocol import Member, ProtocolError, RequestSpec, TokenChunk, decode_as, unpack_ids
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceRecord:
+    state: str
+    epoch: int
+    worker: str
+    gateway: str
+    attach: int
+    num_tokens: int
+    strikes: int
+    num_prompt_tokens: int
+    outcome: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class RequestRecord:
+    """owner: who made it (an API key's id); only the owner may attach."""
+
+    spec: RequestSpec
+    prompt: bytes  # packed ids
+    owner: str
+
+    @property
+    def prompt_ids(self) -> list[int]:
+        return unpack_ids(self.prompt)
+
+
+class Records:
+    def __init__(self, redis: Any, prefix: str) -> None:
+        self._redis = redis
+        self._prefix = prefix
+
+    async def request(self, rid: str) -> RequestRecord | None:
+        """None when there is no record (it expired); ProtocolError when it is not ours."""
+        f = await self._redis.hmget(f"{self._prefix}r:{rid}", ["prompt", "spec", "owner"])
+        if f[0] is None or f[1] is None:
+            return None
+        return RequestRecord(decode_as(RequestSpec, f[1]), f[0], (f[2] or b"").decode())
+
+    async def sequence(self, sid: str) -> SequenceRecord | None:
+        f = await self._redis.hgetall(f"{self._prefix}s:{sid}")
+        if not f:
+            return None
+        return SequenceRecord(
+            state=f[b"state"].decode(),
+            epoch=int(f[b"epoch"]),
+            worker=f.get(b"worker", b"").decode(),
+            gateway=f[b"gateway"].decode(),
+            attach=int(f[b"attach"]),
+            num_tokens=int(f[b"num_tokens"]),
+            strikes=int(f[b"strikes"]),
+            num_prompt_tokens=int(f[b"prompt_tokens"]),
+            outcome=f.get(b"outcome", b""),
+        )
+
+    async def log(self, sid: str, first_chunk: int = 0) -> list[TokenChunk]:
+        """Chunks of the durable token log, from chunk number first_chunk (not token) on."""
+        chunks = await self._redis.lrange(f"{self._prefix}s:{sid}:log", first_chunk, -1)
+        return [decode_as(TokenChunk, data) for data in chunks]
+
+    async def placed_on(self, worker: str) -> list[str]:
+        return sorted(sid.decode() for sid in await self._redis.smembers(f"{self._prefix}on:{worker}"))
+
+    async def members(self) -> dict[str, tuple[Member, bool]]:
+        """Every incarnation, with whether its lease is alive."""
+        found: dict[str, Member] = {}
+        for data in (await self._redis.hgetall(f"{self._prefix}members")).values():
+            try:
+                member = decode_as(Member, data)
+            except ProtocolError:
+                continue  # another version's: its own services deal with it
+            found[member.incarnation] = member
+        if not found:
+            return {}
+        leases = await self._redis.mget([f"{self._prefix}lease:{m.kind}:{m.incarnation}" for m in found.values()])
+        return {m.incarnation: (m, lease is not None) for m, lease in zip(found.values(), leases, strict=True)}
+
+    async def lease_holder(self, kind: str, id: str) -> tuple[str, int]:
+        """(owner or "", term) of a lease with a term."""
+        owner, term = (
+            await self._redis.get(f"{self._prefix}lease:{kind}:{id}"),
+            await self._redis.hget(f"{self._prefix}term", f"{kind}:{id}"),
+        )
+        return (owner or b"").decode(), int(term or 0)

@@ -1,0 +1,85 @@
+"""How a service process lives: signals, loops that outlast a lost Redis, a clean end.
+
+Knows nothing of what the loops do. A loop that fails for any other reason than a lost connection ends the process:
+a supervised restart is better than a half-dead service.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any
+
+from shared.bus import LOST, backoff
+
+log = logging.getLogger(__name__)
+
+EXIT_CONFIG = 78  # EX_CONFIG: restarting will not help
+EXIT_LAPSED = 75  # EX_TEMPFAIL: start again as a new incarnation
+
+
+class Stop:
+    """Set once by the first SIGTERM or SIGINT; a second signal ends the process at once."""
+
+    def __init__(self) -> None:
+        self._event = asyncio.Event()
+
+    def set(self) -> None:
+        if self._event.is_set():
+            os._exit(1)
+        self._event.set()
+
+    def is_set(self) -> bool:
+        return self._event.is_set()
+
+    async def wait(self) -> None:
+        await self._event.wait()
+
+
+async def forever(name: str, step: Callable[[], Awaitable[Any]], stop: Stop) -> None:
+    """Repeats a step that blocks on its own broker or socket; waits with jitter while Redis is away."""
+    while not stop.is_set():
+        try:
+            await step()
+        except LOST as e:
+            log.warning("%s: Redis is away (%s)", name, e)
+            async for _ in backoff():
+                try:
+                    await step()
+                    log.info("%s: Redis is back", name)
+                    break
+                except LOST:
+                    if stop.is_set():
+                        return
+
+
+async def run_until_stopped(loops: list[Coroutine[Any, Any, None]], stop: Stop) -> None:
+    """Runs the loops; returns when stop is set, having cancelled them. The first exception of a loop is raised."""
+    tasks = [asyncio.ensure_future(loop) for loop in loops]
+    stopper = asyncio.ensure_future(stop.wait())
+    try:
+        done, _ = await asyncio.wait([*tasks, stopper], return_when=asyncio.FIRST_COMPLETED)
+        for task in done - {stopper}:
+            task.result()
+            if not stop.is_set():
+                raise RuntimeError(f"a service loop ended by itself: {task}")
+    finally:
+        for task in [*tasks, stopper]:
+            task.cancel()
+        await asyncio.gather(*tasks, stopper, return_exceptions=True)
+
+
+def main(service: Callable[[Stop], Coroutine[Any, Any, int]]) -> int:
+    """Runs an async service to its end with signals wired; its exit status."""
+
+    async def wired() -> int:
+        stop = Stop()
+        loop = asyncio.get_running_loop()
+        for sig in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(sig, stop.set)
+        return await service(stop)
+
+    return asyncio.run(wired())

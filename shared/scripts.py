@@ -1,0 +1,171 @@
+"""Every change of shared state: one typed async function a Lua script (`shared/lua/`), run atomically by Redis.
+
+All scripts may be repeated: a caller that lost the reply calls again and learns what holds now. They declare one key,
+the model's prefix, and build the rest from it. Sent as EVALSHA and reloaded on NOSCRIPT, which comes after every
+restart of Redis. Reading is in `shared/records.py`. Payloads pass through as opaque bytes; ids, epochs, terms and
+counts are separate arguments. Knows nothing of what payloads mean, except `Outcome` and `Event`, which it encodes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from importlib.resources import files
+from typing import Any
+
+from redis.asyncio import Redis
+from redis.commands.core import AsyncScript
+
+from shared.protocol import (
+    MAJOR,
+    Event,
+    Member,
+    Outcome,
+    RequestSpec,
+    encode,
+)
+
+SCHEDULER_GROUP = "schedulers"
+STREAM_TTL_MS = 60_000  # a point-to-point stream outlives its reader by this much
+
+Arg = str | bytes | int
+
+
+class CommitCode(IntEnum):
+    APPENDED = 0
+    HAVE = 1  # the log already reaches the end of the chunk: a repeat
+    FROM = 2  # the log ends elsewhere: cut the next chunk at the returned length
+    STALE = 3  # another epoch owns the sequence: drop it
+    DONE = 4  # a terminal state: drop it
+
+
+@dataclass(frozen=True, slots=True)
+class CommitEntry:
+    """One sequence in a commit; outcome (encoded) ends it after this chunk. In prefill: count 0, chunk empty."""
+
+    sid: str
+    epoch: int
+    first: int
+    count: int
+    chunk: bytes = b""
+    outcome: bytes = b""
+
+
+@dataclass(frozen=True, slots=True)
+class Attached:
+    """status: ok, lost (a newer attach exists), gone (no record). One (state, attach number, log length) a choice."""
+
+    status: str
+    choices: tuple[tuple[str, int, int], ...] = ()
+
+
+def prefix_of(model: str) -> str:
+    """The prefix of all keys of a served model; one hash tag, so that they share a slot."""
+    return f"hr{MAJOR}:{{{model}}}:"
+
+
+class Scripts:
+    """The scripts of one model on one connection pool."""
+
+    def __init__(self, redis: Redis, model: str) -> None:
+        self.redis = redis
+        self.prefix = prefix_of(model)
+        self._scripts: dict[str, AsyncScript] = {}
+
+    def key(self, name: str) -> str:
+        return self.prefix + name
+
+    async def _run(self, name: str, *args: Arg) -> Any:
+        script = self._scripts.get(name)
+        if script is None:
+            lua = files("shared") / "lua"
+            text = (lua / "common.lua").read_text() + (lua / f"{name}.lua").read_text()
+            script = self._scripts[name] = self.redis.register_script(text)
+        return await script(keys=[self.prefix], args=args)
+
+    # --- requests ------------------------------------------------------------------------------------------------
+
+    async def admit(
+        self, spec: RequestSpec, prompt: bytes, *, gateway: str, owner: str, priority: int,
+        max_requests: int, max_tokens: int, retention_ms: int,
+    ) -> tuple[str, int]:  # fmt: skip
+        """(ok | exists | full_requests | full_tokens, number queued); ok and exists both mean accepted."""
+        status, number = await self._run(
+            "admit", spec.rid, spec.num_choices, prompt, encode(spec), gateway, spec.num_prompt_tokens, priority,
+            owner, max_requests, max_tokens, retention_ms,
+        )  # fmt: skip
+        return status.decode(), number
+
+    async def assign(self, sid: str, epoch: int, worker: str, term: int, admit: bytes) -> str:
+        """ok | stale (not queued at that epoch) | fenced (term is not current) | gone (the worker reads no more)."""
+        status, _ = await self._run("assign", sid, epoch, worker, term, admit)
+        return str(status.decode())
+
+    async def commit(
+        self, worker: str, lease_ms: int, inbox: str, report: bytes, entries: Sequence[CommitEntry]
+    ) -> list[tuple[CommitCode, int]] | None:
+        """One (code, log length) an entry; None: the worker's lease has lapsed and nothing was done."""
+        args: list[Arg] = [worker, lease_ms, inbox, report]
+        for e in entries:
+            args += (e.sid, e.epoch, e.first, e.count, e.chunk, e.outcome)
+        reply = await self._run("commit", *args)
+        if reply[0] != b"ok":
+            return None
+        return [(CommitCode(code), length) for code, length in reply[1:]]
+
+    async def finish(self, sid: str, outcome: Outcome, epoch: int | None = None) -> bool:
+        """True if this call ended it. Without an epoch: whatever place it has."""
+        return bool(await self._run("finish", sid, "" if epoch is None else epoch, encode(outcome)))
+
+    async def cancel_if(self, sids: Sequence[str], attach: int, outcome: Outcome) -> int:
+        """Ends those sequences whose attach number is still this one; how many."""
+        event = encode(Event(kind="cancelled", id=sids[0].rpartition(".")[0]))
+        return int(await self._run("cancel_if", attach, encode(outcome), event, *sids))
+
+    async def requeue(self, sid: str, epoch: int, strikes: int = 0) -> bool:
+        return bool(await self._run("requeue", sid, epoch, strikes))
+
+    async def attach(self, rid: str, gateway: str, number: int | None = None) -> Attached:
+        """Without a number it is a client's attach, which wins; with one, a gateway re-attaching by itself."""
+        reply = await self._run("attach", rid, gateway, "" if number is None else number)
+        rest = reply[2:]
+        choices = tuple((rest[i].decode(), rest[i + 1], rest[i + 2]) for i in range(0, len(rest), 3))
+        return Attached(reply[0].decode(), choices)
+
+    # --- leases and membership -------------------------------------------------------------------------------------
+
+    async def take_lease(self, kind: str, id: str, owner: str, lease_ms: int) -> tuple[int, str]:
+        """(term, owner); term 0 when another holds it. kind: run (scheduler on worker) or pool (store on pool)."""
+        term, holder = await self._run("take_lease", kind, id, owner, lease_ms)
+        return term, holder.decode()
+
+    async def drop_lease(self, kind: str, id: str, owner: str) -> bool:
+        return bool(await self._run("drop_lease", kind, id, owner))
+
+    async def plan(self, kind: str, worker: str, term: int, changes: Sequence[bytes]) -> str:
+        """ok | fenced | gone."""
+        status, _ = await self._run("plan", kind, worker, term, *changes)
+        return str(status.decode())
+
+    async def join(self, member: Member, lease_ms: int, streams: Sequence[str]) -> list[str]:
+        """Announces an incarnation and makes its streams; the ids after which to read them."""
+        event = encode(Event(kind="joined", id=member.incarnation))
+        ids = await self._run(
+            "join", member.kind, member.incarnation, lease_ms, STREAM_TTL_MS, encode(member), event, *streams
+        )
+        return [i.decode() for i in ids]
+
+    async def refresh(self, kind: str, id: str, lease_ms: int, handled: dict[str, str]) -> list[str] | None:
+        """The last id of each stream ('' if gone); None: the lease has lapsed. Trims up to the handled ids."""
+        args: list[Arg] = [kind, id, lease_ms, STREAM_TTL_MS]
+        for stream, last in handled.items():
+            args += (stream, last)
+        reply = await self._run("refresh", *args)
+        return None if reply[0] != b"ok" else [i.decode() for i in reply[1:]]
+
+    async def gone(self, kind: str, incarnation: str) -> None:
+        await self._run("gone", kind, incarnation, encode(Event(kind="left", id=incarnation)))
+
+    async def bury(self, worker: str) -> bool:
+        return bool(await self._run("bury", worker))
