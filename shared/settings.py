@@ -1,0 +1,294 @@
+"""The one place that reads the environment: what can be set, its default, its bounds and its sentence of help.
+
+A setting is a field of one section below; `max_num_seqs` is HEADRACE_MAX_NUM_SEQS in the environment and
+`--max-num-seqs` on a command line. Options become environment entries, so there is one parser, and a child process
+is configured by the same variables as a container. Sections are frozen; a service loads `CommonSettings` and its own
+section and never sees another's. An option that people know from elsewhere and that does nothing yet is refused by
+name. How options look on a command line is `shared/options.py`'s.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import urllib.parse
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ByteSize,
+    ConfigDict,
+    Field,
+    ValidationError,
+    model_validator,
+)
+from pydantic.fields import FieldInfo
+
+PREFIX = "HEADRACE_"
+DEFAULT_MODEL = "smollm2-135m-instruct"
+
+
+class SettingsError(ValueError):
+    """A setting that cannot be used; the text is one sentence that names it."""
+
+
+def _setting(default: Any, description: str, *, option: str = "", secret: bool = False, **bounds: Any) -> Any:
+    """option: the command-line name where it is not the field's. A secret appears in no repr, log or help text."""
+    extra: dict[str, Any] = {"option": option, "secret": secret}
+    return Field(default, description=description, repr=not secret, json_schema_extra=extra, **bounds)
+
+
+def _comma_separated(value: Any) -> Any:
+    return [part.strip() for part in value.split(",") if part.strip()] if isinstance(value, str) else value
+
+
+def _only(*supported: Any) -> AfterValidator:
+    def check(value: Any) -> Any:
+        if value not in supported:
+            raise ValueError(
+                f"{value!r} does nothing yet, so it is refused; supported: {', '.join(map(str, supported))}"
+            )
+        return value
+
+    return AfterValidator(check)
+
+
+def _check_redis_url(url: str) -> str:
+    if urllib.parse.urlsplit(url).scheme not in ("redis", "rediss", "unix"):
+        raise ValueError("must begin with redis://, rediss:// or unix://")
+    return url
+
+
+def _check_served_name(name: str) -> str:
+    # it is the hash tag of every Redis key of the model
+    if len(name) > 128 or any(c in "{}" or not c.isprintable() for c in name):
+        raise ValueError("must be at most 128 printable characters without braces")
+    return name
+
+
+Words = Annotated[tuple[str, ...], BeforeValidator(_comma_separated)]
+Folder = Annotated[Path, AfterValidator(Path.expanduser)]
+RedisUrl = Annotated[str, AfterValidator(_check_redis_url)]
+PREFIX_CACHING_HELP = "share the KV blocks of equal prompt prefixes"
+
+
+class Section(BaseModel):
+    """Base of all sections; TITLE heads its group in help and documentation."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False)
+    TITLE: ClassVar[str] = ""
+
+
+class CommonSettings(Section):
+    TITLE = "every service"
+    redis_url: RedisUrl = _setting(
+        "redis://127.0.0.1:6379/0", "Redis of this deployment: redis://, rediss:// or unix://", secret=True
+    )
+    model: str = _setting(
+        DEFAULT_MODEL, "model: a known name, a .gguf file, a Hugging Face folder, or hf:org/name", min_length=1
+    )
+    served_model_name: Annotated[str, AfterValidator(_check_served_name)] = _setting(
+        "", "name that clients use; derived from the model when empty"
+    )
+    secret: str = _setting("", "deployment secret that salts cached blocks, the same for every gateway", secret=True)
+    log_level: Literal["debug", "info", "warning", "error"] = _setting("info", "least severe level that is logged")
+    log_format: Literal["text", "json"] = _setting("text", "log lines for people or as JSON")
+    state_dir: Folder = _setting(Path("~/.local/state/headrace"), "folder of the embedded Redis, its lock and secret")
+    cache_dir: Folder = _setting(Path("~/.cache/headrace"), "folder for downloaded models")
+    retention_s: float = _setting(300.0, "seconds that a finished request can still be read", ge=1, le=86400)
+    incarnation: str = _setting("", "id of this life of the process; drawn when empty", pattern=r"^[\w.-]{0,64}$")
+    heartbeat_file: str = _setting("", "file touched while the event loop runs, for health checks; off when empty")
+
+    @property
+    def served_name(self) -> str:
+        """The model's name for clients and in Redis keys; the same in every service, loaded or not."""
+        if self.served_model_name:
+            return self.served_model_name
+        name = self.model.removeprefix("hf:")
+        is_path = name == self.model and ("/" in name or name.endswith(".gguf"))
+        return _check_served_name(Path(name).name.removesuffix(".gguf") if is_path else name)
+
+
+class GatewaySettings(Section):
+    TITLE = "gateway"
+    host: str = _setting("127.0.0.1", "address to listen on; others than loopback need an API key or --no-auth")
+    port: int = _setting(8000, "port to listen on; further gateways of `serve` take the next ones", ge=0, le=65535)
+    api_keys: Words = _setting((), "accepted API key, may be repeated", option="--api-key", secret=True)
+    no_auth: bool = _setting(False, "serve without API keys on any address (means nothing once there are keys)")
+    cors_origins: Words = _setting(
+        (), "browser origin that may call, may be repeated; * for any", option="--cors-origin"
+    )
+    max_body_bytes: ByteSize = _setting(ByteSize(8 << 20), "largest request body", ge=1024, le=1 << 30)
+    max_queued_requests: int = _setting(1024, "waiting sequences beyond which requests get 429", ge=1)
+    max_queued_tokens: int = _setting(1 << 20, "waiting prompt tokens beyond which requests get 429", ge=1)
+    max_num_choices: int = _setting(16, "largest n of a request", ge=1, le=128)
+    request_timeout_s: float = _setting(600.0, "seconds from admission after which a request is ended", ge=1, le=86400)
+    resume_time_s: float = _setting(10.0, "seconds that a broken stream waits for its client", ge=0, le=3600)
+    drain_timeout_s: float = _setting(5.0, "seconds that open streams get to finish at shut-down", ge=0, le=3600)
+
+    @model_validator(mode="after")
+    def _closed_unless_said(self) -> GatewaySettings:
+        if not (self.api_keys or self.no_auth or is_loopback(self.host)):
+            raise ValueError(
+                f"host: {self.host} can be reached by others: give --api-key, or --no-auth to serve anybody"
+            )
+        return self
+
+
+class SchedulerSettings(Section):
+    TITLE = "scheduler"
+    scheduling_policy: Annotated[str, _only("fcfs")] = _setting("fcfs", "order of the queue (fcfs)")
+    max_strikes: int = _setting(2, "worker deaths after which a sequence runs alone; one more ends it", ge=1, le=10)
+
+
+class CacheStoreSettings(Section):
+    TITLE = "cache store"
+    enable_prefix_caching: bool = _setting(True, PREFIX_CACHING_HELP)
+
+
+class WorkerSettings(Section):
+    TITLE = "worker"
+    engine: Literal["torch", "scripted"] = _setting("torch", "engine; `scripted` computes nothing and is for tests")
+    device: Annotated[Literal["auto", "cpu", "cuda"], _only("auto", "cpu")] = _setting("auto", "device of the model")
+    max_num_seqs: int = _setting(64, "most sequences in a step", ge=1, le=4096)
+    max_num_batched_tokens: int = _setting(512, "most tokens in a step", ge=1, le=1 << 20)
+    max_model_len: int = _setting(0, "context length; the model's own when 0", ge=0, le=1 << 24)
+    block_size: int = _setting(16, "tokens in a KV block", ge=1, le=256)
+    kv_cache_bytes: ByteSize = _setting(ByteSize(0), "size of the KV pool on CPU; from free memory when 0", ge=0)
+    gpu_memory_utilization: float = _setting(0.9, "share of a GPU's memory to use", gt=0, le=1)
+    enable_prefix_caching: bool = _setting(True, PREFIX_CACHING_HELP)
+    threads: int = _setting(0, "compute threads; one a core, shared between workers, when 0", ge=0, le=1024)
+    max_step_ms: float = _setting(100.0, "bound of a step's prefill share while others decode", gt=0, le=60000)
+    kv_cache_dtype: Annotated[str, _only("auto")] = _setting("auto", "type of cached keys and values (auto)")
+    quantization: Annotated[str, _only("none")] = _setting("none", "quantization while loading (none)")
+    speculative_config: Annotated[str, _only("none")] = _setting("none", "speculative decoding (none)")
+    tensor_parallel_size: Annotated[int, _only(1)] = _setting(1, "GPUs of one worker (1)")
+
+
+class ScriptedSettings(Section):
+    TITLE = "worker --engine scripted"
+    scripted_step_ms: float = _setting(1.0, "duration of a step", ge=0, le=60000)
+    scripted_token_ms: float = _setting(0.0, "what each prompt token adds to its step", ge=0, le=1000)
+    scripted_num_blocks: int = _setting(1024, "blocks of its pool", ge=1, le=1 << 24)
+    scripted_crash_on: str = _setting("", "text in a prompt at which the process exits")
+    scripted_hang_on: str = _setting("", "text in a prompt at which a step never ends")
+    scripted_raise_on: str = _setting("", "text in a prompt at which a step raises")
+
+
+class ServeSettings(Section):
+    TITLE = "serve"
+    gateways: int = _setting(1, "number of gateways", ge=1, le=64)
+    schedulers: int = _setting(1, "number of schedulers", ge=1, le=64)
+    cache_stores: int = _setting(1, "number of cache stores", ge=1, le=64)
+    workers: int = _setting(1, "number of workers", ge=1, le=64)
+    redis_maxmemory: ByteSize = _setting(ByteSize(1 << 30), "memory limit of the embedded Redis", ge=1 << 22)
+    stop_timeout_s: float = _setting(10.0, "seconds that a service gets to stop before it is killed", ge=0, le=3600)
+
+
+class ClientSettings(Section):
+    TITLE = "chat and bench"
+    url: str = _setting("http://127.0.0.1:8000", "address of the gateway", pattern=r"^https?://[^/\s]+")
+    api_key: str = _setting("", "API key to send", secret=True)
+
+
+SERVICE_SECTIONS: dict[str, tuple[type[Section], ...]] = {
+    "gateway": (CommonSettings, GatewaySettings),
+    "scheduler": (CommonSettings, SchedulerSettings),
+    "cache_store": (CommonSettings, CacheStoreSettings),
+    "gpu_worker": (CommonSettings, WorkerSettings, ScriptedSettings),
+}
+SERVE_SECTIONS: tuple[type[Section], ...] = (
+    CommonSettings, ServeSettings, GatewaySettings, SchedulerSettings, CacheStoreSettings, WorkerSettings,
+    ScriptedSettings,
+)  # fmt: skip
+ALL_SECTIONS = (*SERVE_SECTIONS, ClientSettings)
+
+S = TypeVar("S", bound=Section)
+
+
+def is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def variable(field: str) -> str:
+    return PREFIX + field.upper()
+
+
+def option(field: str, info: FieldInfo) -> str:
+    """The command-line option of a field, for instance `--max-num-seqs`."""
+    return extra(info, "option") or "--" + field.replace("_", "-")
+
+
+def extra(info: FieldInfo, key: str) -> Any:
+    assert isinstance(info.json_schema_extra, dict)
+    return info.json_schema_extra[key]
+
+
+def load(section: type[S], environ: Mapping[str, str] | None = None) -> S:
+    """The section as the environment sets it; SettingsError names the first setting that is wrong.
+
+    An empty variable counts as unset, since compose files pass on `${NAME:-}`.
+    """
+    environ = os.environ if environ is None else environ
+    values = {f: environ[variable(f)] for f in section.model_fields if environ.get(variable(f), "") != ""}
+    try:
+        return section.model_validate(values)
+    except ValidationError as e:
+        raise SettingsError(_sentence(section, e)) from None
+
+
+def _sentence(section: type[Section], error: ValidationError) -> str:
+    first = error.errors(include_url=False, include_context=False)[0]
+    message = first["msg"].removeprefix("Value error, ").removeprefix("Input ").removeprefix("String ")
+    if not first["loc"]:
+        return message
+    field = str(first["loc"][0])
+    info = section.model_fields[field]
+    given = "" if extra(info, "secret") or str(first["input"]) in message else f", not {str(first['input'])[:80]!r}"
+    return f"{field}: {message}{given} (set by {option(field, info)} or {variable(field)})"
+
+
+def current_environ() -> dict[str, str]:
+    """A copy of this process' environment, to be changed and handed to `load` or to a child."""
+    return dict(os.environ)
+
+
+def child_environ(environ: Mapping[str, str], service: str, given: Mapping[str, str]) -> dict[str, str]:
+    """What a service's process sees: everything foreign, of ours only its own sections, and what is given."""
+    own = {variable(field) for section in SERVICE_SECTIONS[service] for field in section.model_fields}
+    return {k: v for k, v in environ.items() if not k.startswith(PREFIX) or k in own} | dict(given)
+
+
+def unknown_variables(environ: Mapping[str, str]) -> list[str]:
+    """HEADRACE_ variables that set nothing: most likely misspelt."""
+    known = {variable(field) for section in ALL_SECTIONS for field in section.model_fields}
+    return sorted(k for k in environ if k.startswith(PREFIX) and k not in known)
+
+
+def secret_values(*sections: Section) -> list[str]:
+    """What must never be written to a log: keys, the deployment secret, the password in the Redis address."""
+    secrets: list[str] = []
+    for section in sections:
+        cls: type[Section] = type(section)
+        for field, info in cls.model_fields.items():
+            value = getattr(section, field)
+            if field == "redis_url":
+                value = urllib.parse.urlsplit(value).password or ""
+            if extra(info, "secret"):
+                secrets += [value] if isinstance(value, str) else list(value)
+    return [secret for secret in secrets if secret]
+
+
+def describe(section: Section) -> dict[str, str]:
+    """field → value for a start-up log line, without secrets."""
+    fields = type(section).model_fields
+    return {f: str(getattr(section, f)) for f, info in fields.items() if not extra(info, "secret")}
