@@ -49,9 +49,7 @@ def _comma_separated(value: Any) -> Any:
 def _only(*supported: Any) -> AfterValidator:
     def check(value: Any) -> Any:
         if value not in supported:
-            raise ValueError(
-                f"{value!r} does nothing yet, so it is refused; supported: {', '.join(map(str, supported))}"
-            )
+            raise ValueError(f"{value} is not supported yet, only {' or '.join(map(str, supported))}")
         return value
 
     return AfterValidator(check)
@@ -205,7 +203,7 @@ SERVE_SECTIONS: tuple[type[Section], ...] = (
     CommonSettings, ServeSettings, GatewaySettings, SchedulerSettings, CacheStoreSettings, WorkerSettings,
     ScriptedSettings,
 )  # fmt: skip
-ALL_SECTIONS = (*SERVE_SECTIONS, ClientSettings)
+ALL_SECTIONS: tuple[type[Section], ...] = (*SERVE_SECTIONS, ClientSettings)
 
 S = TypeVar("S", bound=Section)
 
@@ -278,8 +276,7 @@ def secret_values(*sections: Section) -> list[str]:
     """What must never be written to a log: keys, the deployment secret, the password in the Redis address."""
     secrets: list[str] = []
     for section in sections:
-        cls: type[Section] = type(section)
-        for field, info in cls.model_fields.items():
+        for field, info in type(section).model_fields.items():
             value = getattr(section, field)
             if field == "redis_url":
                 value = urllib.parse.urlsplit(value).password or ""
