@@ -468,6 +468,7 @@ class Ensure(StoreCall):
     salt: bytes
     ids: bytes
     wait_for_leader: bool = True  # False: do not wait for an equal block that another sequence is computing
+    keep_free: int = 0  # full, unless this many blocks stay free after it (room for the running ones to grow)
 
 
 class Table(Message):
