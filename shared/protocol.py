@@ -366,16 +366,17 @@ class RunningSequence(Message):
     num_computed: int
     block_ids: tuple[int, ...] = ()
     starved: bool = False  # cannot go on: its last block is full and no spare is left
+    salt: bytes = b""  # in a RunningState, so that the store can go on with its chain of keys
 
     def to_wire(self) -> Any:
-        return (self.sid, self.epoch, self.num_tokens, self.num_computed, self.block_ids, self.starved)
+        return (self.sid, self.epoch, self.num_tokens, self.num_computed, self.block_ids, self.starved, self.salt)
 
     @classmethod
     def from_wire(cls, fields: Any) -> Self:
-        sid, epoch, num_tokens, num_computed, block_ids, starved = fields[:6]
+        sid, epoch, num_tokens, num_computed, block_ids, starved, salt = fields[:7]
         return cls.model_construct(
             sid=sid, epoch=epoch, num_tokens=num_tokens, num_computed=num_computed,
-            block_ids=tuple(block_ids), starved=starved,
+            block_ids=tuple(block_ids), starved=starved, salt=salt,
         )  # fmt: skip
 
 

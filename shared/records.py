@@ -5,6 +5,7 @@ Plain commands, not scripts: what is read may be old by the time it is used, and
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -87,10 +88,11 @@ class Records:
         leases = await self._redis.mget([f"{self._prefix}lease:{m.kind}:{m.incarnation}" for m in found.values()])
         return {m.incarnation: (m, lease is not None) for m, lease in zip(found.values(), leases, strict=True)}
 
-    async def lease_holder(self, kind: str, id: str) -> tuple[str, int]:
-        """(owner or "", term) of a lease with a term."""
-        owner, term = (
-            await self._redis.get(f"{self._prefix}lease:{kind}:{id}"),
-            await self._redis.hget(f"{self._prefix}term", f"{kind}:{id}"),
-        )
-        return (owner or b"").decode(), int(term or 0)
+    async def leases(self, workers: Sequence[str]) -> dict[str, tuple[str, str, int]]:
+        """worker -> (scheduler that leases it, store that leases its pool, the pool's term); "" and 0 where none."""
+        if not workers:
+            return {}
+        keys = [f"{self._prefix}lease:{kind}:{w}" for w in workers for kind in ("run", "pool")]
+        owners = [(o or b"").decode() for o in await self._redis.mget(keys)]
+        terms = await self._redis.hmget(f"{self._prefix}term", [f"pool:{w}" for w in workers])
+        return {w: (owners[2 * i], owners[2 * i + 1], int(terms[i] or 0)) for i, w in enumerate(workers)}

@@ -39,13 +39,19 @@ class Stop:
         await self._event.wait()
 
 
-async def forever(name: str, step: Callable[[], Awaitable[Any]], stop: Stop) -> None:
-    """Repeats a step that blocks on its own broker or socket; waits with jitter while Redis is away."""
+async def forever(
+    name: str, step: Callable[[], Awaitable[Any]], stop: Stop, on_lost: Callable[[], Any] = lambda: None
+) -> None:
+    """Repeats a step that blocks on its own broker or socket; waits with jitter while Redis is away.
+
+    A step must be repeatable. on_lost is called once each time the connection is lost.
+    """
     while not stop.is_set():
         try:
             await step()
         except LOST as e:
             log.warning("%s: Redis is away (%s)", name, e)
+            on_lost()
             async for _ in backoff():
                 try:
                     await step()

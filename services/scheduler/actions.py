@@ -1,0 +1,66 @@
+"""What the scheduler's core asks its shell to do. *Pure data.* The shell answers through methods of the core."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from shared.protocol import Message, Outcome, StoreCall
+
+
+@dataclass(frozen=True, slots=True)
+class ReadRecord:
+    """Read prompt and log of a queued sequence; answer: `SchedulerCore.on_record`."""
+
+    sid: str
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """Send to the store; its answer comes as a message."""
+
+    store: str
+    message: StoreCall
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Append changes to a worker's plan, under this run term."""
+
+    worker: str
+    term: int
+    changes: tuple[Message, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Assign:
+    """Run the assign script; answer: `SchedulerCore.on_assigned`."""
+
+    sid: str
+    epoch: int  # expected; the place has epoch + 1
+    worker: str
+    term: int
+    admit: Message
+
+
+@dataclass(frozen=True, slots=True)
+class Requeue:
+    sid: str
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    sid: str
+    epoch: int
+    outcome: Outcome
+
+
+@dataclass(frozen=True, slots=True)
+class CheckPlaced:
+    """Queue again what the records place on this worker and its running set (sid, epoch) does not show."""
+
+    worker: str
+    shown: frozenset[tuple[str, int]]
+
+
+Action = ReadRecord | Call | Plan | Assign | Requeue | Finish | CheckPlaced

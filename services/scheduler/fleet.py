@@ -1,0 +1,135 @@
+"""Which workers this scheduler leases, which incarnations are dead, and what is to be cleaned up after them.
+
+Reads membership and leases, takes and drops leases, queues a dead worker's sequences again. Decides nothing about
+single sequences otherwise.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Callable
+from typing import Any
+
+from services.scheduler.core import SchedulerCore
+from shared.leases import IDLE_LEASE_MS
+from shared.protocol import Member, Outcome
+from shared.records import Records
+from shared.scripts import SCHEDULER_GROUP, Scripts
+from shared.sharing import is_member_dead, share_leases
+
+log = logging.getLogger(__name__)
+
+MAX_STRIKES = 3  # worker deaths a sequence may have been part of
+ORPHAN_GRACE_S = 10.0  # a dead gateway's clients have this long to re-attach elsewhere
+
+
+class Fleet:
+    """now: monotonic seconds. `core` is replaced when the scheduler begins a new life."""
+
+    def __init__(self, redis: Any, scripts: Scripts, records: Records, clock: Callable[[], float] = time.monotonic):
+        self._redis = redis
+        self._scripts = scripts
+        self._records = records
+        self._clock = clock
+        self._trusted_from = -math.inf  # before this, a missing lease is no proof of death
+        self._said_gone: set[str] = set()
+        self._gateways_lost: dict[str, float] = {}  # when its death was noticed
+
+    def distrust_leases(self) -> None:
+        """Redis was away: leases may have run out with nobody to blame, so nobody is dead for one lease time."""
+        self._trusted_from = self._clock() + IDLE_LEASE_MS / 1000
+
+    def on_left(self, incarnation: str) -> None:
+        """It said so itself, or its supervisor did: no need to wait."""
+        self._said_gone.add(incarnation)
+
+    async def scan(self, core: SchedulerCore, me: str) -> None:
+        """One look at everything; repeats harmlessly what another scheduler does at the same time."""
+        members = await self._records.members()
+        alive = {i: m for i, (m, leased) in members.items() if leased}
+        dead = {i: m for i, (m, leased) in members.items() if not leased and self._is_dead(i)}
+        workers = {i: m for i, m in alive.items() if m.kind == "worker"}
+        num_schedulers = max(1, sum(m.kind == "scheduler" for m in alive.values()))
+        leases = await self._records.leases(sorted(workers))
+        await self._share(
+            core, me, workers, {w: owner for w, (owner, _, _) in leases.items()}, num_schedulers, set(alive)
+        )
+        for worker in core.workers:
+            _, store, pool_term = leases.get(worker, ("", "", 0))
+            if store in alive:
+                core.set_store(worker, store, pool_term)
+        for incarnation, member in dead.items():
+            await self._clean_up(incarnation, member)
+        if self._gateways_lost:
+            await self._cancel_orphans(core)
+
+    def _is_dead(self, incarnation: str) -> bool:
+        return incarnation in self._said_gone or self._clock() >= self._trusted_from
+
+    async def _share(
+        self, core: SchedulerCore, me: str, workers: dict[str, Member], owners: dict[str, str], num_schedulers: int,
+        alive: set[str],
+    ) -> None:  # fmt: skip
+        trusted = self._clock() >= self._trusted_from
+        changes = await share_leases(
+            self._scripts, "run", me, mine={w: v.term for w, v in core.workers.items()}, owners=owners,
+            num_replicas=num_schedulers, is_dead=is_member_dead(alive, self._said_gone, trusted),
+            may_drop=lambda worker: not core.workers[worker].placing,
+        )  # fmt: skip
+        for worker in changes.lost:
+            core.lose_worker(worker)
+        for worker, term in changes.gained.items():
+            core.gain_worker(workers[worker], term)
+        for worker, view in core.workers.items():
+            view.handing_over = worker in changes.surplus
+
+    async def _clean_up(self, incarnation: str, member: Member) -> None:
+        if member.kind != "worker":
+            if member.kind == "scheduler":
+                await self._forget_consumer(incarnation)
+            elif member.kind == "gateway":
+                self._gateways_lost.setdefault(incarnation, self._clock())
+            await self._redis.hdel(self._scripts.key("members"), incarnation)
+            return
+        placed = await self._records.placed_on(incarnation)
+        for sid in placed:
+            record = await self._records.sequence(sid)
+            if record is None or record.state != "placed" or record.worker != incarnation:
+                continue
+            if record.strikes + 1 > MAX_STRIKES:
+                await self._bury_poison(sid, record.epoch, record.strikes + 1)
+            else:
+                await self._scripts.requeue(sid, record.epoch, strikes=1)
+        if placed:
+            log.warning("worker %s is gone; %d sequences are queued again", incarnation, len(placed))
+        await self._scripts.bury(incarnation)
+
+    async def _bury_poison(self, sid: str, epoch: int, strikes: int) -> None:
+        message = f"{strikes} workers died while running this request"
+        outcome = Outcome(reason="error", code="poison_request", message=message)
+        if await self._scripts.finish(sid, outcome, epoch):
+            fields = {"sid": sid, "reason": message}
+            await self._redis.xadd(self._scripts.key("dead"), fields, maxlen=1000, approximate=True)
+
+    async def _forget_consumer(self, scheduler: str) -> None:
+        """A dead scheduler's queue entries are claimed by the living; then its consumer is deleted, never before:
+        pending entries of a deleted consumer are delivered to nobody."""
+        stream = self._scripts.key("requests")
+        pending = await self._redis.xpending_range(stream, SCHEDULER_GROUP, "-", "+", 1, consumername=scheduler)
+        if not pending:
+            await self._redis.xgroup_delconsumer(stream, SCHEDULER_GROUP, scheduler)
+
+    async def _cancel_orphans(self, core: SchedulerCore) -> None:
+        """Sequences whose gateway is gone and whose client has not come back elsewhere within the grace time."""
+        expired = {g for g, since in self._gateways_lost.items() if self._clock() - since >= ORPHAN_GRACE_S}
+        if not expired:
+            return
+        for sid in [*core.queue, *(sid for view in core.workers.values() for sid in view.running)]:
+            record = await self._records.sequence(sid)
+            if record is not None and record.state != "done" and record.gateway in expired:
+                outcome = Outcome(reason="cancelled", code="gateway_gone")
+                await self._scripts.cancel_if([sid], record.attach, outcome)
+        for gateway in expired:
+            del self._gateways_lost[gateway]

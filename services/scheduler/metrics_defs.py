@@ -1,0 +1,43 @@
+"""The scheduler's metrics, all of them."""
+
+from __future__ import annotations
+
+import time
+
+from prometheus_client import CollectorRegistry, Counter, Gauge
+
+from services.scheduler.core import SchedulerCore
+
+
+class SchedulerMetrics:
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self._waiting = self._gauge("headrace_num_requests_waiting", "Sequences in the queue of this scheduler")
+        self._running = self._gauge("headrace_num_requests_running", "Sequences placed on the workers it leases")
+        self._workers = self._gauge("headrace_workers_leased", "Workers it leases")
+        self._free = self._gauge("headrace_kv_blocks_free", "Blocks free or evictable in the pools of its workers")
+        self._spare = self._gauge("headrace_kv_blocks_spare", "Blocks in the spare grants of its workers")
+        self._decisions = Counter(
+            "headrace_scheduler_events", "What became of sequences on their way to a worker", ["event"],
+            registry=self.registry,
+        )  # fmt: skip
+        self._cpu = Counter("headrace_process_cpu_seconds", "CPU time of the process", registry=self.registry)
+        self._seen: dict[str, int] = {}
+        self._cpu_seen = 0.0
+
+    def _gauge(self, name: str, text: str) -> Gauge:
+        return Gauge(name, text, registry=self.registry)
+
+    def observe(self, core: SchedulerCore) -> None:
+        views = core.workers.values()
+        self._waiting.set(len(core.queue))
+        self._running.set(sum(len(v.running) for v in views))
+        self._workers.set(len(core.workers))
+        self._free.set(sum(v.num_free for v in views))
+        self._spare.set(sum(len(v.spares) for v in views))
+        for event, count in core.counts.items():
+            self._decisions.labels(event).inc(max(0, count - self._seen.get(event, 0)))
+        self._seen = dict(core.counts)
+        cpu = time.process_time()
+        self._cpu.inc(cpu - self._cpu_seen)
+        self._cpu_seen = cpu

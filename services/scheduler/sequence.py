@@ -1,0 +1,75 @@
+"""The scheduler's view of a sequence: queued with it, or placed on a worker that it leases. *Pure.*
+
+Only hints: the record in Redis decides, and every script call names the epoch that this view believes in.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+AGING_MS_PER_TOKEN = 1.0
+MAX_AGING_MS = 2000.0
+
+
+class QueueState(Enum):
+    WAITING = auto()  # for its turn
+    READING = auto()  # its record is being read
+    MATCHING = auto()  # stores are asked how much of it they hold
+    ENSURING = auto()  # a store allocates its blocks
+    FOLLOWING = auto()  # another sequence computes the blocks it needs next
+    ASSIGNING = auto()  # the assign script is under way
+
+
+@dataclass(slots=True)
+class Queued:
+    """num_tokens: prompt and committed output, all of which must be in the pool before the next token is drawn."""
+
+    sid: str
+    epoch: int
+    num_prompt_tokens: int
+    num_output_tokens: int = 0
+    priority: int = 0
+    arrival_ms: int = 0
+    strikes: int = 0
+    state: QueueState = QueueState.WAITING
+    worker: str = ""  # chosen
+    ids: bytes = b""  # packed prompt and output, once read
+    salt: bytes = b""
+    matches: dict[str, int] = field(default_factory=dict)  # worker -> cached length
+    asked: frozenset[str] = frozenset()  # workers whose match is awaited
+    asked_at: float = 0.0
+    leader: str = ""
+    leader_index: int = -1
+    followed_since: float = 0.0
+    patient: bool = True  # waits for a leader; not any more after having waited as long as computing would take
+
+    @property
+    def num_tokens(self) -> int:
+        return self.num_prompt_tokens + self.num_output_tokens
+
+    def back_to_waiting(self) -> None:
+        self.state, self.worker, self.leader, self.matches = QueueState.WAITING, "", "", {}
+
+
+def order_key(queued: Queued) -> tuple[int, float, str]:
+    """fcfs with aging: by priority (lower first), then by arrival, a long prompt standing back for at most 2 s."""
+    aging = min(MAX_AGING_MS, AGING_MS_PER_TOKEN * queued.num_tokens)
+    return queued.priority, queued.arrival_ms + aging, queued.sid
+
+
+@dataclass(slots=True)
+class Running:
+    """A sequence placed on a leased worker, as the last report showed it."""
+
+    sid: str
+    epoch: int
+    num_tokens: int
+    num_computed: int = 0
+    num_blocks: int = 0
+    priority: int = 0
+    arrival_ms: int = 0
+    starved: bool = False
+    preempting: bool = False
+    salt: bytes = b""
+    num_sealed: int = 0

@@ -1,0 +1,81 @@
+"""What a scheduler knows of one worker that it leases. *Pure.*
+
+Phases: TAKING_OVER until the worker has answered with its running set, RECONCILING until the store has set its
+references to exactly that, then READY. Nothing is assigned, extended or released before READY. A new pool term (the
+store changed) starts again at TAKING_OVER under the same run term.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+from services.scheduler.sequence import Running
+from shared.protocol import Member
+
+SPARE_SECONDS = 2.0  # the spare grant lasts this long at the worker's measured speed
+MAX_SPARE_SHARE = 0.05  # of the pool, but never less than one block a running sequence
+
+
+class Phase(Enum):
+    TAKING_OVER = auto()
+    RECONCILING = auto()
+    READY = auto()
+
+
+@dataclass(slots=True)
+class WorkerView:
+    member: Member
+    term: int
+    store: str = ""  # incarnation that leases the pool; "" while none does
+    pool_term: int = 0
+    phase: Phase = Phase.TAKING_OVER
+    asked_at: float = -math.inf  # when TakeOver or Reconcile was last sent
+    running: dict[str, Running] = field(default_factory=dict)
+    placing: set[str] = field(default_factory=set)
+    spares: set[int] = field(default_factory=set)  # sent to the worker and not known to be taken
+    num_free: int = 0
+    full_at: int = -1  # num_free at which the last sequence did not fit; -1: it is not known to be full
+    granting: bool = False
+    handing_over: bool = False
+    tokens_per_second: float = 0.0
+
+    @property
+    def worker(self) -> str:
+        return self.member.incarnation
+
+    @property
+    def num_sequences(self) -> int:
+        return len(self.running) + len(self.placing)
+
+    def has_room(self) -> bool:
+        """One sequence more than its batch takes may be placed there, so that no slot waits for a message."""
+        if self.phase is not Phase.READY or self.handing_over:
+            return False
+        lookahead = max(1, self.member.max_num_seqs // 16)
+        return self.num_sequences < self.member.max_num_seqs + lookahead and self.full_at < 0
+
+    def fits(self, num_tokens: int) -> bool:
+        """Could it ever run here, alone? Its next token needs a slot too."""
+        return num_tokens < self.member.max_model_len and num_tokens < self.member.num_blocks * self.member.block_size
+
+    def spare_target(self) -> int:
+        """Blocks the spare grant should hold: 2 s of decoding, at most 5 % of the pool, at least one a sequence."""
+        if not self.num_sequences:
+            return 0
+        for_speed = math.ceil(self.tokens_per_second * SPARE_SECONDS / self.member.block_size)
+        most = int(self.member.num_blocks * MAX_SPARE_SHARE)
+        return max(self.num_sequences, min(max(for_speed, 2 * self.num_sequences), most))
+
+    def wants_grant(self) -> bool:
+        if self.phase is not Phase.READY or self.granting or not self.running:
+            return False
+        target = self.spare_target()
+        return len(self.spares) <= target - max(1, target // 4) and self.num_free > 0
+
+    def set_free(self, num_free: int) -> None:
+        """The store said how many blocks are free or evictable; more than at the last refusal ends the refusal."""
+        self.num_free = num_free
+        if num_free > self.full_at:
+            self.full_at = -1
