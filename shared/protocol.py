@@ -451,7 +451,11 @@ class Inventory(Message):
 
 
 class StoreCall(Message):
-    """Common head. run_term: the caller's lease on the worker; pool_term: the store's on the pool, known so far."""
+    """Common head. run_term: the caller's lease on the worker; pool_term: the store's on the pool, known so far.
+
+    call rises with every new call of a run term, whatever its kind; a repeat has the number of the call it repeats. So
+    the store can tell a late call from a new one, and never undoes by the one what the other did.
+    """
 
     call: int
     reply_to: str
@@ -461,7 +465,10 @@ class StoreCall(Message):
 
 
 class Ensure(StoreCall):
-    """Match, reference and allocate blocks for all of ids (packed), in one step. Repeated: the same table."""
+    """Match, reference and allocate blocks for all of ids (packed), in one step. Repeated: the same table.
+
+    Who gives a sequence up releases it whatever the answer was, so that a late repeat does not hold blocks for it.
+    """
 
     TAG: ClassVar[str] = "ensure"
     sid: str
@@ -469,6 +476,7 @@ class Ensure(StoreCall):
     salt: bytes
     ids: bytes
     wait_for_leader: bool = True  # False: do not wait for an equal block that another sequence is computing
+    use_cached: bool = True  # False: every prompt position is wanted, so match nothing; blocks are sealed as usual
     keep_free: int = 0  # full, unless this many blocks stay free after it (room for the running ones to grow)
 
 
