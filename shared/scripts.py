@@ -76,12 +76,15 @@ class Scripts:
     def key(self, name: str) -> str:
         return self.prefix + name
 
+    def source(self, name: str) -> str:
+        """The Lua text of a script with its prelude."""
+        lua = files("shared") / "lua"
+        return (lua / "common.lua").read_text() + (lua / f"{name}.lua").read_text()
+
     async def _run(self, name: str, *args: Arg) -> Any:
         script = self._scripts.get(name)
         if script is None:
-            lua = files("shared") / "lua"
-            text = (lua / "common.lua").read_text() + (lua / f"{name}.lua").read_text()
-            script = self._scripts[name] = self.redis.register_script(text)
+            script = self._scripts[name] = self.redis.register_script(self.source(name))
         return await script(keys=[self.prefix], args=args)
 
     # --- requests ------------------------------------------------------------------------------------------------
