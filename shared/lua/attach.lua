@@ -6,21 +6,29 @@ run_when_full()
 local rid, gateway, number = ARGV[1], ARGV[2], ARGV[3]
 local n = tonumber(redis.call('HGET', P .. 'r:' .. rid, 'n') or '0')
 if n == 0 then return {'gone', 0} end
+local function reader(i)
+  local f = redis.call('HMGET', sequence_key(rid .. '.' .. i), 'attach', 'gateway')
+  return f[1], f[2]
+end
+
 if number ~= '' then
   for i = 0, n - 1 do
-    if redis.call('HGET', sequence_key(rid .. '.' .. i), 'attach') ~= number then return {'lost', n} end
+    local current, owner = reader(i)
+    local repeated = owner == gateway and current == tostring(number + 1)
+    if current ~= number and not repeated then return {'lost', n} end
   end
 end
 local reply = {'ok', n}
 for i = 0, n - 1 do
   local sid = rid .. '.' .. i
   local s = sequence_key(sid)
-  local f = redis.call('HMGET', s, 'state', 'attach', 'gateway', 'num_tokens')
-  if number == '' then f[2] = redis.call('HINCRBY', s, 'attach', 1) end
-  if f[3] ~= gateway then
+  local _, owner = reader(i)
+  if number == '' or owner ~= gateway then redis.call('HINCRBY', s, 'attach', 1) end
+  if owner ~= gateway then
     redis.call('HSET', s, 'gateway', gateway)
-    redis.call('XADD', P .. 'out:' .. f[3], 'NOMKSTREAM', '*', '>' .. sid, gateway)
+    redis.call('XADD', P .. 'out:' .. owner, 'NOMKSTREAM', '*', '>' .. sid, gateway)
   end
-  for _, v in ipairs({f[1], tonumber(f[2]), tonumber(f[4])}) do reply[#reply + 1] = v end
+  local f = redis.call('HMGET', s, 'state', 'attach', 'num_tokens')
+  for _, v in ipairs({f[1], tonumber(f[2]), tonumber(f[3])}) do reply[#reply + 1] = v end
 end
 return reply
