@@ -154,11 +154,14 @@ class StateFolder:
             fresh.rename(path)  # never half a secret
         return path.read_text().strip()
 
-    def redis_log_tail(self, num_lines: int = 5) -> str:
-        try:
-            return "\n".join((self.folder / "redis.log").read_text(errors="replace").splitlines()[-num_lines:])
-        except OSError:
-            return ""
+
+def log_tail(folder: Path) -> str:
+    """The last line that a Redis in this folder logged."""
+    try:
+        lines = (folder / "redis.log").read_text(errors="replace").splitlines()
+    except OSError:
+        return "it left no log"
+    return lines[-1] if lines else "its log is empty"
 
 
 def _is_running(pid: str) -> bool:

@@ -11,11 +11,16 @@ import logging
 import sys
 import time
 from collections.abc import Iterable
-from typing import Literal, TextIO
+from typing import Literal, Protocol
 
 MAX_VALUE_CHARS = 500
 MAX_LINE_CHARS = 4000
 MAX_TRACEBACK_CHARS = 20_000
+
+
+class Stream(Protocol):
+    def write(self, text: str, /) -> object: ...
+    def flush(self) -> object: ...
 
 
 def escape(text: str) -> str:
@@ -77,7 +82,7 @@ def set_up(
     level: str = "info",
     format: Literal["text", "json"] = "text",
     secrets: Iterable[str] = (),
-    stream: TextIO | None = None,
+    stream: Stream | None = None,
 ) -> None:
     """Sends all logging of this process to stderr; called once, at start."""
     handler = logging.StreamHandler(sys.stderr if stream is None else stream)

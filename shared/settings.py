@@ -108,7 +108,7 @@ class CommonSettings(Section):
             return self.served_model_name
         name = self.model.removeprefix("hf:")
         is_path = name == self.model and ("/" in name or name.endswith(".gguf"))
-        return _check_served_name(Path(name).name.removesuffix(".gguf") if is_path else name)
+        return _check_served_name(Path(os.path.abspath(name)).name.removesuffix(".gguf") if is_path else name)
 
 
 class GatewaySettings(Section):
@@ -139,7 +139,7 @@ class GatewaySettings(Section):
 
 class SchedulerSettings(Section):
     TITLE = "scheduler"
-    scheduling_policy: Annotated[str, _only("fcfs")] = _setting("fcfs", "order of the queue (fcfs)")
+    scheduling_policy: Annotated[str, _only("fcfs")] = _setting("fcfs", "order of the queue")
     max_strikes: int = _setting(2, "worker deaths after which a sequence runs alone; one more ends it", ge=1, le=10)
 
 
@@ -161,10 +161,10 @@ class WorkerSettings(Section):
     enable_prefix_caching: bool = _setting(True, PREFIX_CACHING_HELP)
     threads: int = _setting(0, "compute threads; one a core, shared between workers, when 0", ge=0, le=1024)
     max_step_ms: float = _setting(100.0, "bound of a step's prefill share while others decode", gt=0, le=60000)
-    kv_cache_dtype: Annotated[str, _only("auto")] = _setting("auto", "type of cached keys and values (auto)")
-    quantization: Annotated[str, _only("none")] = _setting("none", "quantization while loading (none)")
-    speculative_config: Annotated[str, _only("none")] = _setting("none", "speculative decoding (none)")
-    tensor_parallel_size: Annotated[int, _only(1)] = _setting(1, "GPUs of one worker (1)")
+    kv_cache_dtype: Annotated[str, _only("auto")] = _setting("auto", "type of cached keys and values")
+    quantization: Annotated[str, _only("none")] = _setting("none", "quantization while loading")
+    speculative_config: Annotated[str, _only("none")] = _setting("none", "speculative decoding")
+    tensor_parallel_size: Annotated[int, _only(1)] = _setting(1, "GPUs of one worker")
 
 
 class ScriptedSettings(Section):
@@ -262,7 +262,7 @@ def current_environ() -> dict[str, str]:
 
 def child_environ(environ: Mapping[str, str], service: str, given: Mapping[str, str]) -> dict[str, str]:
     """What a service's process sees: everything foreign, of ours only its own sections, and what is given."""
-    own = {variable(field) for section in SERVICE_SECTIONS[service] for field in section.model_fields}
+    own = {variable(field) for section in SERVICE_SECTIONS.get(service, ()) for field in section.model_fields}
     return {k: v for k, v in environ.items() if not k.startswith(PREFIX) or k in own} | dict(given)
 
 
