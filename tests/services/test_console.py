@@ -36,7 +36,6 @@ def test_a_reader_that_stops_costs_lines_and_no_time() -> None:
         num_lines = MAX_WAITING_LINES + 2000
         for number in range(num_lines):
             console.line("a", f"{number:0100d}")
-        console.close(0.01)  # neither does the end wait for it
         lines = [reader.readline() for _ in range(MAX_WAITING_LINES)]
         console.line("a", "last")
         console.close()
