@@ -140,6 +140,7 @@ class GatewaySettings(Section):
 class SchedulerSettings(Section):
     TITLE = "scheduler"
     scheduling_policy: Annotated[str, _only("fcfs")] = _setting("fcfs", "order of the queue")
+    enable_prefix_caching: bool = _setting(True, PREFIX_CACHING_HELP)
     max_strikes: int = _setting(2, "worker deaths after which a sequence runs alone; one more ends it", ge=1, le=10)
 
 

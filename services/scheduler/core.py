@@ -40,13 +40,14 @@ FOLLOW_TIMEOUT_S = 2.0  # about as long as computing a long prompt takes
 
 
 class SchedulerCore:
-    def __init__(self, inbox: str, prefix_caching: bool = True) -> None:
+    def __init__(self, inbox: str, prefix_caching: bool = True, max_strikes: int = 2) -> None:
         self.queue: dict[str, Queued] = {}
         self.workers: dict[str, WorkerView] = {}
         self.calls = CacheCalls(f"inbox:{inbox}")
         self.counts: Counter[str] = Counter()
         self._inbox = inbox
         self._prefix_caching = prefix_caching
+        self._max_strikes = max_strikes
         self._actions: list[Action] = []
         self._takeover = Takeover(self.workers, self.calls, self._actions, inbox)
 
@@ -172,7 +173,7 @@ class SchedulerCore:
             queued.state = QueueState.ASSIGNING
             admit = Admit(
                 sid=table.sid, epoch=table.epoch, pool_term=table.pool_term, cached_length=table.cached_length,
-                block_ids=table.block_ids, alone=queued.strikes >= 2,
+                block_ids=table.block_ids, alone=queued.strikes >= self._max_strikes,
             )  # fmt: skip
             self.counts["cached_tokens"] += table.cached_length
             self._actions.append(Assign(table.sid, queued.epoch, view.worker, view.term, admit))
@@ -297,7 +298,8 @@ class SchedulerCore:
         view.placing.add(queued.sid)
         self._call(
             view, now, Ensure, sid=queued.sid, epoch=queued.epoch + 1, salt=queued.salt, ids=queued.ids,
-            wait_for_leader=queued.patient and self._prefix_caching, keep_free=len(view.running),
+            wait_for_leader=queued.patient and self._prefix_caching, use_cached=self._prefix_caching,
+            keep_free=len(view.running),
         )  # fmt: skip
 
     def _refuse_if_never(self, queued: Queued) -> bool:

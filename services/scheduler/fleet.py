@@ -21,18 +21,21 @@ from shared.sharing import is_member_dead, share_leases
 
 log = logging.getLogger(__name__)
 
-MAX_STRIKES = 3  # worker deaths a sequence may have been part of
 ORPHAN_GRACE_S = 10.0  # a dead gateway's clients have this long to re-attach elsewhere
 
 
 class Fleet:
     """now: monotonic seconds. `core` is replaced when the scheduler begins a new life."""
 
-    def __init__(self, redis: Any, scripts: Scripts, records: Records, clock: Callable[[], float] = time.monotonic):
+    def __init__(
+        self, redis: Any, scripts: Scripts, records: Records, clock: Callable[[], float] = time.monotonic,
+        max_strikes: int = 2,
+    ) -> None:  # fmt: skip
         self._redis = redis
         self._scripts = scripts
         self._records = records
         self._clock = clock
+        self._max_strikes = max_strikes  # worker deaths after which a sequence runs alone; one more ends it
         self._trusted_from = -math.inf  # before this, a missing lease is no proof of death
         self._said_gone: set[str] = set()
         self._gateways_lost: dict[str, float] = {}  # when its death was noticed
@@ -98,7 +101,7 @@ class Fleet:
             record = await self._records.sequence(sid)
             if record is None or record.state != "placed" or record.worker != incarnation:
                 continue
-            if record.strikes + 1 > MAX_STRIKES:
+            if record.strikes + 1 > self._max_strikes:
                 await self._bury_poison(sid, record.epoch, record.strikes + 1)
             else:
                 await self._scripts.requeue(sid, record.epoch, strikes=1)

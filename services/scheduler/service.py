@@ -38,7 +38,7 @@ class SchedulerService:
     """redis: for commands; `blocking` and `heartbeat` are clients of their own (see shared.bus)."""
 
     def __init__(
-        self, redis: Any, model: str, *, incarnation: str = "", prefix_caching: bool = True,
+        self, redis: Any, model: str, *, incarnation: str = "", prefix_caching: bool = True, max_strikes: int = 2,
         blocking: Any = None, heartbeat: Any = None, clock: Callable[[], float] = time.monotonic,
     ) -> None:  # fmt: skip
         self.redis = redis
@@ -48,7 +48,8 @@ class SchedulerService:
         self._beat = Scripts(heartbeat or redis, model)
         self._clock = clock
         self._prefix_caching = prefix_caching
-        self.fleet = Fleet(redis, self.scripts, self.records, clock)
+        self._max_strikes = max_strikes
+        self.fleet = Fleet(redis, self.scripts, self.records, clock, max_strikes)
         self.metrics = SchedulerMetrics()
         self._pump_lock = asyncio.Lock()
         self._pump_again = False
@@ -72,7 +73,7 @@ class SchedulerService:
         except ResponseError as e:
             if "BUSYGROUP" not in str(e):
                 raise
-        self.core = SchedulerCore(incarnation, self._prefix_caching)
+        self.core = SchedulerCore(incarnation, self._prefix_caching, self._max_strikes)
         self._todo.clear()
         self.membership = Membership(
             self._beat, Member(kind="scheduler", incarnation=incarnation), [f"inbox:{incarnation}"]

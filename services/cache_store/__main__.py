@@ -1,0 +1,29 @@
+"""Starts a cache store: `python -m services.cache_store`, configured by the environment."""
+
+from __future__ import annotations
+
+import sys
+
+from services.cache_store.service import StoreService
+from shared import bootstrap, bus
+from shared.runtime import Stop
+from shared.settings import CacheStoreSettings, CommonSettings
+
+
+async def serve(stop: Stop, common: CommonSettings, own: CacheStoreSettings) -> int:
+    del own  # the scheduler says in each call whether prefixes are to be matched
+    clients = [bus.connect(common.redis_url) for _ in range(3)]
+    try:
+        await bus.wait_for_redis(clients[0], timeout_s=30)
+        service = StoreService(
+            clients[0], common.served_name, incarnation=common.incarnation, blocking=clients[1], heartbeat=clients[2]
+        )
+        await service.run(stop)
+    finally:
+        for client in clients:
+            await client.aclose()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(bootstrap.start("cache_store", serve))

@@ -1,0 +1,161 @@
+"""The cache store's shell: takes pool leases, reads calls, sends answers.
+
+Every method is one step that may be repeated or lost half way; what blocks are whose is in `store_core`. A life that
+lapses (or loses its stream) forgets every pool: another store may own them by now.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from typing import Any
+
+from services.cache_store.metrics_defs import StoreMetrics
+from services.cache_store.store_core import StoreCore
+from shared import metrics
+from shared.bus import StreamReader
+from shared.leases import IDLE_LEASE_MS, IDLE_REFRESH_MS, Lapsed, Membership, StreamLost, new_incarnation
+from shared.protocol import Event, ListInventory, Member, ProtocolError, decode, encode
+from shared.records import Records
+from shared.runtime import Stop, forever, run_until_stopped
+from shared.scripts import Scripts
+from shared.sharing import is_member_dead, share_leases
+
+log = logging.getLogger(__name__)
+
+
+class StoreService:
+    """redis: for commands; `blocking` and `heartbeat` are clients of their own (see shared.bus)."""
+
+    def __init__(
+        self, redis: Any, model: str, *, incarnation: str = "", blocking: Any = None, heartbeat: Any = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:  # fmt: skip
+        self.redis = redis
+        self.scripts = Scripts(redis, model)
+        self.records = Records(redis, self.scripts.prefix)
+        self.metrics = StoreMetrics()
+        self._blocking = blocking or redis
+        self._beat = Scripts(heartbeat or redis, model)
+        self._clock = clock
+        self._next_incarnation = incarnation
+        self._said_gone: set[str] = set()
+        self._trusted_from = float("-inf")
+        self._scan_now = asyncio.Event()
+
+    @property
+    def incarnation(self) -> str:
+        return self.membership.incarnation
+
+    async def start(self) -> None:
+        """Begins a new life with no pools."""
+        incarnation = self._next_incarnation or new_incarnation("store")
+        self._next_incarnation = ""
+        self.core = StoreCore(incarnation)
+        self._terms: dict[str, int] = {}
+        member = Member(kind="store", incarnation=incarnation)
+        self.membership = Membership(self._beat, member, [f"cache:{incarnation}"])
+        last = await self.membership.join()
+        newest = await self.redis.xrevrange(self.scripts.key("events"), count=1)
+        events = newest[0][0].decode() if newest else "0-0"
+        self.reader = StreamReader(self._blocking, self.scripts.prefix, last | {"events": events})
+        self._handled = dict(last)
+        await self.scan()
+
+    def distrust_leases(self) -> None:
+        self._trusted_from = self._clock() + IDLE_LEASE_MS / 1000
+
+    async def read(self, block_ms: int) -> int:
+        """Handles calls and inventories, and sends the answers in the order of the calls."""
+        reader = self.reader
+        entries = await reader.read(block_ms)
+        for entry in entries:
+            try:
+                message = decode(entry.fields[b"m"]) if b"m" in entry.fields else None
+                if isinstance(message, Event):
+                    self._on_event(message)
+                    continue
+                replies = self.core.handle(message) if message is not None else []
+            except ProtocolError as e:
+                log.error("%s: %s", entry.stream, e)
+                continue
+            for stream, reply in replies:
+                await self.redis.xadd(self.scripts.key(stream), {"m": encode(reply)}, nomkstream=True)
+        if reader is self.reader:
+            self._handled = {s: i for s, i in reader.last.items() if s != "events"}
+        return len(entries)
+
+    def _on_event(self, event: Event) -> None:
+        if event.kind == "left":
+            self._said_gone.add(event.id)
+        if event.kind in ("joined", "left") and event.id != self.incarnation:
+            self._scan_now.set()
+
+    async def scan(self) -> None:
+        """Takes, keeps and hands over pool leases; asks workers of new pools what they hold."""
+        members = await self.records.members()
+        alive = {i: m for i, (m, leased) in members.items() if leased}
+        workers = {i: m for i, m in alive.items() if m.kind == "worker"}
+        leases = await self.records.leases(sorted(workers))
+        trusted = self._clock() >= self._trusted_from
+        changes = await share_leases(
+            self.scripts, "pool", self.incarnation, mine=self._terms, owners={w: o for w, (_, o, _) in leases.items()},
+            num_replicas=sum(m.kind == "store" for m in alive.values()),
+            is_dead=is_member_dead(alive, self._said_gone, trusted),
+        )  # fmt: skip
+        for worker in changes.lost:
+            self._terms.pop(worker, None)
+            self.core.close_pool(worker)
+        self._terms |= changes.gained
+        for worker, term in self._terms.items():
+            await self._open(workers[worker], term)
+
+    async def _open(self, member: Member, term: int) -> None:
+        """Until the worker has told all its blocks: asked again at each scan, which is harmless."""
+        worker = member.incarnation
+        if not self.core.open_pool(worker, term, member.num_blocks, member.block_size, member.variant):
+            return
+        question = ListInventory(pool_term=term, reply_to=f"cache:{self.incarnation}")
+        if await self.scripts.plan("pool", worker, term, [encode(question)]) == "ok":
+            event = encode(Event(kind="pool", id=worker))
+            await self.redis.xadd(self.scripts.key("events"), {"m": event}, maxlen=1000, approximate=True)
+
+    async def heartbeat(self) -> None:
+        try:
+            await self.membership.refresh(self._handled)
+        except (Lapsed, StreamLost) as e:
+            log.warning("this life is over (%s %s); starting a new one", type(e).__name__, e)
+            self._said_gone.add(self.incarnation)
+            await self.scripts.gone("store", self.incarnation)
+            await self.start()
+            return
+        self.metrics.observe(self.core)
+        await metrics.publish(self._beat.redis, self.scripts.prefix, "store", self.incarnation, self.metrics.registry)
+
+    async def run(self, stop: Stop) -> None:
+        await self.start()
+        await run_until_stopped(
+            [
+                forever("calls", lambda: self.read(2000), stop, self.distrust_leases),
+                forever("heartbeat", self._beat_loop, stop),
+                forever("scan", self._scan_loop, stop),
+            ],
+            stop,
+        )
+        for worker in list(self._terms):
+            await self.scripts.drop_lease("pool", worker, self.incarnation)
+        await self.membership.leave()
+
+    async def _beat_loop(self) -> None:
+        await asyncio.sleep(IDLE_REFRESH_MS / 1000)
+        await self.heartbeat()
+
+    async def _scan_loop(self) -> None:
+        try:
+            await asyncio.wait_for(self._scan_now.wait(), IDLE_REFRESH_MS / 1000)
+        except TimeoutError:
+            pass
+        self._scan_now.clear()
+        await self.scan()

@@ -1,0 +1,61 @@
+"""From the environment to a running service: settings, logging, a touched heartbeat file, an exit status.
+
+Every service's `__main__` is a call of `start`. What the service does is its own business.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sys
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+from shared import logs, runtime, settings
+from shared.runtime import EXIT_CONFIG, Stop
+from shared.settings import CommonSettings, Section, SettingsError
+
+log = logging.getLogger(__name__)
+
+HEARTBEAT_S = 5.0
+
+Service = Callable[..., Coroutine[Any, Any, int]]
+
+
+def start(name: str, service: Service) -> int:
+    """Loads the sections of `settings.SERVICE_SECTIONS[name]` and runs service(stop, *sections) to its end.
+
+    The exit status: the service's own, or EXIT_CONFIG after one sentence when a setting cannot be used.
+    """
+    try:
+        sections = [settings.load(section) for section in settings.SERVICE_SECTIONS[name]]
+    except SettingsError as e:
+        sys.stderr.write(f"headrace {name.replace('_', '-')}: {e}\n")
+        return EXIT_CONFIG
+    common = sections[0]
+    assert isinstance(common, CommonSettings)
+    logs.set_up(name, common.log_level, common.log_format, settings.secret_values(*sections))
+    for section in sections:
+        log.debug("%s", settings.describe(section))
+    try:
+        return runtime.main(lambda stop: _with_heartbeat(service, stop, common, sections))
+    except SettingsError as e:
+        log.error("%s", e)
+        return EXIT_CONFIG
+
+
+async def _with_heartbeat(service: Service, stop: Stop, common: CommonSettings, sections: list[Section]) -> int:
+    if not common.heartbeat_file:
+        return await service(stop, *sections)
+    beat = asyncio.ensure_future(_touch(Path(common.heartbeat_file)))
+    try:
+        return await service(stop, *sections)
+    finally:
+        beat.cancel()
+
+
+async def _touch(path: Path) -> None:
+    while True:
+        path.touch()
+        await asyncio.sleep(HEARTBEAT_S)
