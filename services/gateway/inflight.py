@@ -1,0 +1,291 @@
+"""The gateway's side of Redis: requests go in by `admit`, tokens come back on the stream `out:<incarnation>`.
+
+Owns the gateway's incarnation, its stream and which requests it is the reader of; makes sure that Redis hears of every
+response that ended here (client gone, stop string found), however often that has to be repeated. Every step may be
+driven by hand: submit, read, refresh, settle, take. Knows neither HTTP nor text.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+
+from redis.asyncio import Redis
+
+from services.gateway.admission import DrainMeter, queue_full, unavailable
+from services.gateway.open_request import Event, Moved, OpenRequest, RequestLost
+from services.gateway.redis_calls import CALL_TIMEOUT_S, CannotWrite, Owed, in_time
+from shared.bus import LOST, StreamReader, backoff
+from shared.leases import IDLE_REFRESH_MS, Lapsed, Membership, StreamLost, new_incarnation
+from shared.protocol import Member, Outcome, RequestSpec, sequence_id
+from shared.records import Records
+from shared.scripts import Scripts
+
+log = logging.getLogger(__name__)
+
+ADMIT_TIMEOUT_S = 6.0  # of all tries; longer than Redis takes to restart
+RETRY_TAKE_S = 0.25
+MAX_REMEMBERED = 4096  # ended requests whose late tokens are known to be nobody's
+CANCELLED = Outcome(reason="cancelled")
+
+
+class Inflight:
+    """max_requests and max_tokens bound the whole deployment's queue, not this gateway's share of it."""
+
+    def __init__(
+        self, redis: Redis, scripts: Scripts, records: Records, *, incarnation: str = "", max_requests: int,
+        max_tokens: int, retention_ms: int, clock: Callable[[], float] = time.monotonic,
+    ) -> None:  # fmt: skip
+        self._redis = redis
+        self._scripts = scripts
+        self._records = records
+        self._max_requests = max_requests
+        self._max_tokens = max_tokens
+        self._retention_ms = retention_ms
+        self._clock = clock
+        self._drained = DrainMeter()
+        self._membership = self._new_membership(incarnation)
+        self._joined = False
+        self._refresh_at = 0.0
+        self._reader: StreamReader | None = None
+        self._requests: dict[str, OpenRequest] = {}
+        self._routes: dict[bytes, tuple[OpenRequest, int]] = {}
+        self._remembered: dict[str, None] = {}
+        self._owed = Owed()
+        self._admissions: set[asyncio.Task[None]] = set()
+
+    def _new_membership(self, incarnation: str = "") -> Membership:
+        member = Member(kind="gateway", incarnation=incarnation or new_incarnation("gateway"))
+        return Membership(self._scripts, member, [f"out:{member.incarnation}"], self._clock)
+
+    @property
+    def incarnation(self) -> str:
+        return self._membership.incarnation
+
+    @property
+    def num_open(self) -> int:
+        return len(self._requests)
+
+    # --- going in ------------------------------------------------------------------------------------------------
+
+    async def submit(self, spec: RequestSpec, prompt: bytes, owner: str, wake: asyncio.Event) -> OpenRequest:
+        """Admits a request whose arrivals set `wake`; TryLater when it is refused or Redis does not answer.
+
+        The caller owes a `close`, unless this raises. A caller that is cancelled here leaves nothing behind: the
+        admission is awaited by a task of its own, since only its answer tells what there is to cancel.
+        """
+        request = OpenRequest(spec.rid, spec.num_choices, self.incarnation, wake)
+        task = asyncio.ensure_future(self._admit(request, spec, prompt, owner))
+        self._admissions.add(task)
+        task.add_done_callback(self._admission_ended)
+        try:
+            await asyncio.shield(task)
+        except asyncio.CancelledError:
+            request.abandoned = True
+            if request.admitted:
+                self.close(request)
+            raise
+        return request
+
+    def _admission_ended(self, task: asyncio.Task[None]) -> None:
+        self._admissions.discard(task)
+        if not task.cancelled():
+            task.exception()  # its caller may be gone
+
+    async def _admit(self, request: OpenRequest, spec: RequestSpec, prompt: bytes, owner: str) -> None:
+        self._requests[request.rid] = request
+        self._routes |= {sequence_id(request.rid, i).encode(): (request, i) for i in range(spec.num_choices)}
+        try:
+            status, number = await self._ask_admission(request, spec, prompt, owner)
+        except CannotWrite:
+            self._forget(request)
+            raise unavailable("the server is out of memory or storage", "storage_full", 5) from None
+        except BaseException as e:
+            self.close(request)  # whether it was admitted is unknown
+            if isinstance(e, TimeoutError):
+                raise unavailable("the queue does not answer", "queue_unreachable") from None
+            raise
+        if status.startswith("full"):
+            self._forget(request)
+            unit = "requests" if status == "full_requests" else "tokens"
+            num_queued = number if unit == "requests" else number // spec.num_prompt_tokens
+            raise queue_full(f"{number} {unit} wait", self._drained.retry_after_s(num_queued, self._clock()))
+        request.admitted = True
+        if request.abandoned:
+            self.close(request)
+
+    async def _ask_admission(
+        self, request: OpenRequest, spec: RequestSpec, prompt: bytes, owner: str
+    ) -> tuple[str, int]:
+        """Repeats with the same id while replies are lost: `admit` does a thing once."""
+        async with asyncio.timeout(ADMIT_TIMEOUT_S):
+            async for _ in backoff():
+                try:
+                    admission = self._scripts.admit(
+                        spec, prompt, gateway=request.gateway, owner=owner, priority=0,
+                        max_requests=self._max_requests, max_tokens=self._max_tokens, retention_ms=self._retention_ms,
+                    )  # fmt: skip
+                    return await in_time(admission)
+                except CannotWrite:
+                    raise
+                except LOST as e:
+                    log.warning("admission of %s is repeated: %s", request.rid, e)
+        raise AssertionError("unreachable: backoff never ends")
+
+    # --- coming back ---------------------------------------------------------------------------------------------
+
+    async def read(self, block_ms: int) -> int:
+        """Hands out what the stream brings, waiting block_ms for it; the number of arrivals."""
+        if self._reader is None:
+            return 0
+        try:
+            entries = await in_time(self._reader.read(block_ms), CALL_TIMEOUT_S + block_ms / 1000)
+        except LOST:
+            self._refresh_at = 0.0  # Redis may come back without the stream
+            raise
+        arrivals = 0
+        for entry in entries:
+            for field, data in entry.fields.items():
+                self._dispatch(field, data)
+            arrivals += len(entry.fields)
+        return arrivals
+
+    def _dispatch(self, field: bytes, data: bytes) -> None:
+        mark = field[:1]
+        sid = field[1:] if mark in (b"!", b">") else field
+        route = self._routes.get(sid)
+        if route is None:
+            if mark not in (b"!", b">"):
+                self._disown(sid.decode())
+            return
+        request, choice = route
+        if mark == b">":
+            request.end(Moved())
+            return
+        if choice in request.queued_choices:
+            request.queued_choices.discard(choice)
+            self._drained.sequence_started(self._clock())
+        request.arrive(choice, mark == b"!", data)
+
+    async def take(self, request: OpenRequest) -> list[Event]:
+        """What is new of a request (see `OpenRequest.take`); while Redis is away, nothing, and it is woken again."""
+        if not request.behind:
+            return request.take()
+        try:
+            return await in_time(request.read_log(self._records))
+        except LOST:
+            asyncio.get_running_loop().call_later(RETRY_TAKE_S, request.wake.set)
+            return []
+
+    # --- staying alive -------------------------------------------------------------------------------------------
+
+    async def turn(self) -> None:
+        """One turn of the loop that serves the stream and keeps the lease."""
+        ms_left = max(0, int((self._refresh_at - self._clock()) * 1000)) if self._joined else 0
+        await self.read(ms_left)
+        if self._clock() >= self._refresh_at:
+            await self.refresh()
+
+    async def refresh(self) -> None:
+        """Keeps the lease. When it or the stream was lost, a new incarnation attaches to every open request again."""
+        if self._joined and self._reader is not None:
+            try:
+                await in_time(self._membership.refresh(self._reader.last))
+            except (Lapsed, StreamLost) as e:
+                log.warning("gateway %s: %s; starting again as a new incarnation", self.incarnation, repr(e))
+                self._owed.add(f"gone {self.incarnation}", self._membership.leave)
+                self._membership = self._new_membership()
+                self._joined = False
+        if not self._joined:
+            last = await in_time(self._membership.join())
+            self._reader = StreamReader(self._redis, self._scripts.prefix, last)
+            self._joined = True
+            for request in self._requests.values():
+                if request.gateway == self.incarnation:
+                    request.fall_behind()  # what was written before the stream was there is in the log alone
+        for request in list(self._requests.values()):
+            if request.admitted and request.gateway != self.incarnation:
+                await self._attach_again(request)
+        self._refresh_at = self._clock() + IDLE_REFRESH_MS / 1000
+
+    async def _attach_again(self, request: OpenRequest) -> None:
+        """A re-attach whose reply was lost is repeated under the same name first: its answer tells the number."""
+        while request.gateway != self.incarnation:
+            name = request.attaching = request.attaching or self.incarnation
+            attached = await in_time(self._scripts.attach(request.rid, name, request.attach))
+            if not self._is_open(request):
+                return  # closed while asking: its cancel asks once more
+            if attached.status != "ok":
+                request.end(Moved() if attached.status == "lost" else RequestLost())
+                return
+            request.attach, request.gateway, request.attaching = attached.choices[0][1], name, ""
+            request.fall_behind()
+
+    def _is_open(self, request: OpenRequest) -> bool:
+        return self._requests.get(request.rid) is request
+
+    # --- ending --------------------------------------------------------------------------------------------------
+
+    def finish(self, request: OpenRequest, choice: int, outcome: Outcome) -> None:
+        """This gateway has found the end of a choice (a stop string): the worker need not go on."""
+        request.open_choices.discard(choice)
+        sid = sequence_id(request.rid, choice)
+
+        self._owed.add(f"finish {sid}", lambda: self._scripts.finish(sid, outcome))
+
+    def close(self, request: OpenRequest, outcome: Outcome = CANCELLED) -> None:
+        """Nobody waits for this request any more; what still runs of it ends with the outcome. May be repeated."""
+        if not self._is_open(request):
+            return
+        self._forget(request)
+        if not request.open_choices or request.ended:
+            return
+
+        async def tell() -> None:
+            if request.attaching:
+                attached = await self._scripts.attach(request.rid, request.attaching, request.attach)
+                if attached.status != "ok":
+                    return
+                request.attach, request.attaching = attached.choices[0][1], ""
+            await self._scripts.cancel_if(request.open_sids, request.attach, outcome)
+
+        self._owed.add(f"close {request.rid}", tell)
+
+    def _disown(self, sid: str) -> None:
+        """Tokens that nobody here waits for: late ones of an ended request, or of one that was admitted after its
+        admission had been given up, which must not run for nobody."""
+        if sid.rpartition(".")[0] in self._remembered:
+            return
+
+        async def tell() -> None:
+            record = await self._records.sequence(sid)
+            if record is not None and record.state != "done" and record.gateway == self.incarnation:
+                await self._scripts.cancel_if([sid], record.attach, CANCELLED)
+
+        self._owed.add(f"disown {sid}", tell)
+
+    def _forget(self, request: OpenRequest) -> None:
+        self._requests.pop(request.rid, None)
+        for i in range(len(request.positions)):
+            self._routes.pop(sequence_id(request.rid, i).encode(), None)
+        if request.admitted:
+            self._remembered[request.rid] = None
+            if len(self._remembered) > MAX_REMEMBERED:
+                del self._remembered[next(iter(self._remembered))]
+
+    async def settle_next(self) -> None:
+        """Waits until Redis has yet to hear something, and tells it; what it does not answer stays owed."""
+        await self._owed.wait()
+        await self._owed.settle()
+
+    async def settle(self) -> None:
+        await self._owed.settle()
+
+    async def leave(self) -> None:
+        """Cancels what is open and says that this incarnation is over."""
+        for request in list(self._requests.values()):
+            self.close(request)
+        await self.settle()
+        await self._membership.leave()

@@ -1,0 +1,62 @@
+"""How the gateway calls Redis: each call within a time limit, and what must be heard again and again until it is.
+
+Knows nothing of what is said.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
+from redis.exceptions import ConnectionError, ResponseError
+
+CALL_TIMEOUT_S = 2.0  # of one try; a stalled Redis must not hold a response
+# How a server that cannot write says so; on 6.2 a script's error carries the text in the middle.
+_CANNOT_WRITE = ("OOM command not allowed", "MISCONF", "READONLY", "NOREPLICAS")
+
+T = TypeVar("T")
+
+
+class CannotWrite(ConnectionError):
+    """Redis answers but refuses writes: as good as away for all but an admission, which is refused at once."""
+
+
+async def in_time(call: Awaitable[T], timeout_s: float = CALL_TIMEOUT_S) -> T:
+    """The answer of Redis; one of `bus.LOST` when it does not answer in time or refuses to write."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            return await call
+    except ResponseError as e:
+        if any(sign in str(e) for sign in _CANNOT_WRITE):
+            raise CannotWrite(str(e)) from e
+        raise
+
+
+class Owed:
+    """What Redis has yet to hear, in order. Each call must be harmless to repeat: its answer may have been lost."""
+
+    def __init__(self) -> None:
+        self._calls: dict[str, Callable[[], Awaitable[object]]] = {}
+        self._any = asyncio.Event()
+
+    def __len__(self) -> int:
+        return len(self._calls)
+
+    def add(self, what: str, call: Callable[[], Awaitable[object]]) -> None:
+        """A call that is owed already, under the same name, is replaced."""
+        self._calls[what] = call
+        self._any.set()
+
+    async def wait(self) -> None:
+        """Returns when something is owed."""
+        await self._any.wait()
+
+    async def settle(self) -> None:
+        """Makes the calls; when one is not answered, it and those after it stay owed."""
+        while self._calls:
+            what, call = next(iter(self._calls.items()))
+            await in_time(call())
+            if self._calls.get(what) is call:
+                del self._calls[what]
+        self._any.clear()
