@@ -46,16 +46,12 @@ def start(name: str, service: Service) -> int:
 
 
 async def _with_heartbeat(service: Service, stop: Stop, common: CommonSettings, sections: list[Section]) -> int:
-    if not common.heartbeat_file:
-        return await service(stop, *sections)
-    beat = asyncio.ensure_future(_touch(Path(common.heartbeat_file)))
-    try:
-        return await service(stop, *sections)
-    finally:
-        beat.cancel()
+    if common.heartbeat_file:
+        _touch(asyncio.get_running_loop(), Path(common.heartbeat_file))
+    return await service(stop, *sections)
 
 
-async def _touch(path: Path) -> None:
-    while True:
-        path.touch()
-        await asyncio.sleep(HEARTBEAT_S)
+def _touch(loop: asyncio.AbstractEventLoop, path: Path) -> None:
+    """From the loop itself: a loop that is stuck does not touch the file."""
+    path.touch()
+    loop.call_later(HEARTBEAT_S, _touch, loop, path)

@@ -15,6 +15,7 @@ from prometheus_client.core import Metric
 from prometheus_client.exposition import generate_latest
 
 SNAPSHOT_TTL_MS = 15_000
+PUBLISH_EVERY_S = 2.0
 MAX_SNAPSHOT_BYTES = 1 << 20
 
 
@@ -45,7 +46,7 @@ class _Snapshots:
 
 
 def render(snapshots: Iterable[tuple[str, str, bytes]]) -> bytes:
-    """(service, instance, snapshot) rows as Prometheus text; labels `service` and `instance` are added to each sample."""
+    """(service, instance, snapshot) rows as Prometheus text, with labels `service` and `instance` on each sample."""
     registry: Any = _Snapshots(snapshots)
     return generate_latest(registry)
 

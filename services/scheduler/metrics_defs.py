@@ -22,6 +22,8 @@ class SchedulerMetrics:
             registry=self.registry,
         )  # fmt: skip
         self._cpu = Counter("headrace_process_cpu_seconds", "CPU time of the process", registry=self.registry)
+        self._redis_cpu = Counter("headrace_redis_cpu_seconds", "CPU time of Redis", registry=self.registry)
+        self._redis_cpu_seen = 0.0
         self._seen: dict[str, int] = {}
         self._cpu_seen = 0.0
 
@@ -41,3 +43,9 @@ class SchedulerMetrics:
         cpu = time.process_time()
         self._cpu.inc(cpu - self._cpu_seen)
         self._cpu_seen = cpu
+
+    def observe_redis(self, cpu: dict[str, float]) -> None:
+        """cpu: the section of that name in Redis' INFO."""
+        used = float(cpu.get("used_cpu_sys", 0.0)) + float(cpu.get("used_cpu_user", 0.0))
+        self._redis_cpu.inc(max(0.0, used - self._redis_cpu_seen))
+        self._redis_cpu_seen = used

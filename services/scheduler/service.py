@@ -100,6 +100,7 @@ class SchedulerService:
             await self.start()
             return
         self.metrics.observe(self.core)
+        self.metrics.observe_redis(await self._beat.redis.info("cpu"))
         await metrics.publish(
             self._beat.redis, self.scripts.prefix, "scheduler", self.incarnation, self.metrics.registry
         )
