@@ -1,0 +1,102 @@
+"""Gumbel noise of a token: a pure function of (seed, choice, position, token id), the same bits on every device.
+
+One Philox 4x32-10 call serves four consecutive token ids. Its input:
+
+    key     = (seed mod 2^32, seed div 2^32)
+    counter = (token id div 4, position, choice, 0)
+
+and its output word number (token id mod 4) is the token's x, a uint32. Then, with every operation rounded to float32
+on its own (no fused multiply-add) and in the order written:
+
+    v = (x + 1/2) 2^-32,   E = -log1p(-v),   noise = -log E
+
+x and its complement below 2^31 are converted to float32 (round to nearest even), so that neither tail is lost:
+
+    x < 2^31:  t = (float(x) + 0.5) 2^-32, which is v;    x >= 2^31:  t = (float(2^32 - 1 - x) + 0.5) 2^-32 = 1 - v
+    log1p(-v) = log_reduced(0, -t)  where t is v and t <= 1 - sqrt(1/2), else log(u) with u = 1 - t or t
+
+`log_reduced(k, f)` is k ln 2 + log(1 + f) for |f| in the reach of the polynomial (`LOG_POLYNOMIAL`, fitted by
+weighted least squares to (log(1 + f) - f + f^2 / 2) / f^3 between sqrt(1/2) - 1 and sqrt(2) - 1).
+"""
+
+from __future__ import annotations
+
+import torch
+
+from kernels.philox import MASK, philox_4x32_10
+
+# Coefficients from the highest power down; each is a float32.
+LOG_POLYNOMIAL = (
+    0.06746914237737656,
+    -0.11674577742815018,
+    0.11887409538030624,
+    -0.12405715137720108,
+    0.14219678938388824,
+    -0.16667993366718292,
+    0.20002111792564392,
+    -0.25000008940696716,
+    0.3333331346511841,
+)
+LN2_HIGH = 0.693359375  # nine bits, so that k * LN2_HIGH is exact
+LN2_LOW = -2.12194440e-4
+SQRT_HALF_BITS = 0x3F3504F3
+LOG1P_REACH = 0.29289323  # 1 - sqrt(1/2)
+
+
+def gumbel_noise(seed: int, choice: int, position: int, vocab_size: int) -> torch.Tensor:
+    """Noise of the token ids 0 to vocab_size - 1, float32 [vocab_size]."""
+    _check(seed, choice, position)
+    groups = torch.arange((vocab_size + 3) // 4)
+    words = _words(seed, choice, position, groups)
+    return gumbel_from_bits(torch.stack(words, dim=1).flatten()[:vocab_size])
+
+
+def gumbel_noise_at(seed: int, choice: int, position: int, token_ids: torch.Tensor) -> torch.Tensor:
+    """Noise of these token ids (int64, any shape), float32; the same numbers as in the whole row."""
+    _check(seed, choice, position)
+    words = torch.stack(_words(seed, choice, position, token_ids // 4), dim=-1)
+    return gumbel_from_bits(words.gather(-1, (token_ids % 4).unsqueeze(-1)).squeeze(-1))
+
+
+def gumbel_noise_reference(seed: int, choice: int, position: int, vocab_size: int) -> torch.Tensor:
+    """The definition in float64: what `gumbel_noise` approximates to a few units in the last place."""
+    words = _words(seed, choice, position, torch.arange((vocab_size + 3) // 4))
+    v = (torch.stack(words, dim=1).flatten()[:vocab_size].double() + 0.5) * 2.0**-32
+    return -torch.log(-torch.log1p(-v))
+
+
+def gumbel_from_bits(x: torch.Tensor) -> torch.Tensor:
+    """-log(-log1p(-v)) of uint32 values x held in int64, in float32 as the module says."""
+    low = x < 1 << 31
+    t = (torch.where(low, x, MASK - x).to(torch.float32) + 0.5) * 2.0**-32
+    k, f = _reduce(torch.where(low, 1.0 - t, t))
+    near = low & (t <= LOG1P_REACH)
+    exponential = -_log_reduced(torch.where(near, 0.0, k), torch.where(near, -t, f))
+    return -_log_reduced(*_reduce(exponential))
+
+
+def _check(seed: int, choice: int, position: int) -> None:
+    if not 0 <= seed < 1 << 64 or not 0 <= choice <= MASK or not 0 <= position <= MASK:
+        raise ValueError("gumbel_noise: seed must be a uint64, choice and position uint32")
+
+
+def _words(seed: int, choice: int, position: int, groups: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    position_word, choice_word, zero = (torch.full_like(groups, value) for value in (position, choice, 0))
+    return philox_4x32_10((groups, position_word, choice_word, zero), (seed & MASK, seed >> 32))
+
+
+def _reduce(u: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(k, f) with u = 2^k (1 + f) and 1 + f in [sqrt(1/2), sqrt(2)); exact. u is positive and normal."""
+    bits = u.view(torch.int32)
+    exponent = (bits - SQRT_HALF_BITS) >> 23
+    return exponent.to(torch.float32), (bits - (exponent << 23)).view(torch.float32) - 1.0
+
+
+def _log_reduced(k: torch.Tensor, f: torch.Tensor) -> torch.Tensor:
+    square = f * f
+    p = f * LOG_POLYNOMIAL[0] + LOG_POLYNOMIAL[1]
+    for coefficient in LOG_POLYNOMIAL[2:]:
+        p = p * f + coefficient
+    y = p * f * square + k * LN2_LOW
+    y = f + (y - square * 0.5)
+    return y + k * LN2_HIGH

@@ -1,0 +1,119 @@
+"""Causal attention of a step's query rows over the paged KV cache, grouped-query heads, float32 inside.
+
+    out = softmax(q K^T * scale) V   over the keys of the row's own sequence up to its position
+
+The sum over keys is cut into tiles of `TILE` keys at absolute positions (key 0 of a sequence starts a tile). A row's
+maximum is taken over all its keys (a maximum is exact in any order), each tile's exponentials and its product with V
+are summed by themselves, and the tiles are added in order. So a row's bits depend on its query and its own keys
+alone: a tile past its end adds exact zeros, and a matrix product here has one of few fixed shapes (see
+`matmul_dense` for what torch guarantees about rows).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+TILE = 64
+
+
+@dataclass(frozen=True, slots=True)
+class QuerySpan:
+    """Rows first_row, first_row + 1, ... of q, at consecutive positions of one sequence."""
+
+    first_row: int
+    num_rows: int
+    first_position: int
+    block_ids: tuple[int, ...]  # of the sequence, at least up to its last position here
+
+
+@dataclass(frozen=True, slots=True)
+class TilePlan:
+    """Index tensors for groups of query rows, each of one sequence, and items: one group with one tile of its keys.
+
+    M is the padded number of rows of a group and KV head: rows times the query heads that share the KV head.
+    """
+
+    num_groups: int
+    num_rows_padded: int  # M
+    q_index: torch.Tensor  # int64 [items * Hkv * M]: rows of q seen as [N * Hq, D]
+    kv_index: torch.Tensor  # int64 [items * Hkv * TILE / block_size]: rows of a cache seen as [blocks * Hkv, ...]
+    hidden: torch.Tensor  # bool [items, 1, M, TILE]: keys after the row's position
+    item_group: torch.Tensor  # int64 [items], ascending; the tiles of a group in order
+    group_items: torch.Tensor  # int64 [groups * most tiles of one]: its items, the first repeated to fill up
+    out_index: torch.Tensor  # int64 [rows * Hq]: rows of the result seen as [groups * Hkv * M, D]
+
+
+def paged_attention(
+    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, plan: TilePlan, scale: float
+) -> torch.Tensor:
+    """q [N, Hq, D], caches [blocks, Hkv, block_size, D] -> [rows of the plan, Hq, D], float32."""
+    if q.dim() != 3 or q.dtype != torch.float32 or not q.is_contiguous():
+        raise ValueError(f"paged_attention: q must be contiguous float32 [N, Hq, D], got {q.dtype} {tuple(q.shape)}")
+    if k_cache.shape != v_cache.shape or k_cache.shape[-1] != q.shape[-1] or q.shape[1] % k_cache.shape[1]:
+        raise ValueError(f"paged_attention: q {tuple(q.shape)}, cache {tuple(k_cache.shape)}")
+    if TILE % k_cache.shape[2]:
+        raise ValueError(f"paged_attention: blocks of {k_cache.shape[2]} tokens do not make up a tile of {TILE}")
+    return _tiled(q * scale, k_cache, v_cache, plan)
+
+
+def _tiled(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, plan: TilePlan) -> torch.Tensor:
+    _, num_heads, dim = q.shape
+    num_kv_heads = k_cache.shape[1]
+    m, num_items = plan.num_rows_padded, plan.item_group.numel()
+    queries = q.view(-1, dim).index_select(0, plan.q_index).view(-1, m, dim)
+    keys = _tiles(k_cache, plan.kv_index)
+    scores = torch.bmm(queries, keys.transpose(1, 2))  # [items * Hkv, M, TILE]
+    scores.view(num_items, num_kv_heads, m, TILE).masked_fill_(plan.hidden, -torch.inf)
+    by_item = scores.view(num_items, num_kv_heads * m, TILE)
+    by_item.sub_(_row_max(by_item, plan).unsqueeze(-1)).exp_()
+    values = torch.bmm(scores, _tiles(v_cache, plan.kv_index))  # [items * Hkv, M, D]
+    total = _sum_tiles(values.view(num_items, -1), plan).view(-1, dim)
+    weight = _sum_tiles(by_item.sum(-1), plan).view(-1)
+    rows = total.index_select(0, plan.out_index)
+    rows.div_(weight.index_select(0, plan.out_index).unsqueeze(-1))
+    return rows.view(-1, num_heads, dim)
+
+
+def _tiles(cache: torch.Tensor, kv_index: torch.Tensor) -> torch.Tensor:
+    """The tiles' keys or values, [items * Hkv, TILE, D] float32."""
+    _, _, block_size, dim = cache.shape
+    return cache.view(-1, block_size * dim).index_select(0, kv_index).view(-1, TILE, dim).float()
+
+
+def _row_max(scores: torch.Tensor, plan: TilePlan) -> torch.Tensor:
+    """For each item and row, the row's maximum over all tiles of its group: [items, Hkv * M]."""
+    tile_max = scores.amax(-1)
+    if plan.item_group.numel() == plan.num_groups:
+        return tile_max
+    group_max = tile_max.index_select(0, plan.group_items).view(plan.num_groups, -1, tile_max.shape[1]).amax(1)
+    return group_max.index_select(0, plan.item_group)
+
+
+def _sum_tiles(parts: torch.Tensor, plan: TilePlan) -> torch.Tensor:
+    """[items, X] -> [groups, X]; index_add_ adds one item after the other, so the tiles of a group in order."""
+    if plan.item_group.numel() == plan.num_groups:
+        return parts
+    return parts.new_zeros(plan.num_groups, parts.shape[1]).index_add_(0, plan.item_group, parts)
+
+
+def paged_attention_reference(
+    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, spans: list[QuerySpan], scale: float
+) -> torch.Tensor:
+    """The specification: the rows of the spans one after the other, [rows, Hq, D]."""
+    num_heads, num_kv_heads = q.shape[1], k_cache.shape[1]
+    out = []
+    for span in spans:
+        keys, values = (_keys_of(cache, span.block_ids).float() for cache in (k_cache, v_cache))  # [tokens, Hkv, D]
+        for i in range(span.num_rows):
+            end = span.first_position + i + 1
+            row = q[span.first_row + i].float().view(num_kv_heads, num_heads // num_kv_heads, -1)
+            scores = torch.einsum("hgd,thd->hgt", row, keys[:end]) * scale
+            out.append(torch.einsum("hgt,thd->hgd", scores.softmax(-1), values[:end]).reshape(num_heads, -1))
+    return torch.stack(out)
+
+
+def _keys_of(cache: torch.Tensor, block_ids: tuple[int, ...]) -> torch.Tensor:
+    blocks = cache[list(block_ids)]  # [n, Hkv, block_size, D]
+    return blocks.transpose(1, 2).reshape(-1, cache.shape[1], cache.shape[3])

@@ -1,0 +1,93 @@
+"""A step as flat tensors: from chunks to token ids, positions, cache rows and attention plans. *Pure.*
+
+The rows of a step are the chunks' tokens, chunks of one token first, as `attention_plan` wants them. Knows the pool's
+geometry, nothing of the model's weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from kernels.paged_attention import QuerySpan, TilePlan
+from services.gpu_worker.attention_plan import Geometry, Index, plan_attention
+from services.gpu_worker.batch import Chunk
+
+
+class SequenceError(ValueError):
+    """A chunk that must not be computed; the message names the reason, sid the sequence to end for it."""
+
+    def __init__(self, sid: str, reason: str) -> None:
+        super().__init__(f"{sid}: {reason}")
+        self.sid = sid
+        self.reason = reason
+
+
+@dataclass(frozen=True, slots=True)
+class StepInputs:
+    """N rows; sample_rows names those whose logits are wanted, in the order of `sample_chunks` (chunk numbers)."""
+
+    token_ids: torch.Tensor  # int64 [N]
+    positions: torch.Tensor  # int64 [N]
+    kv_rows: torch.Tensor  # int64 [N * Hkv], see kernels/kv_write.py
+    started_blocks: torch.Tensor  # int64
+    plans: tuple[TilePlan, ...]  # their rows, one after the other, are the N rows
+    sample_rows: torch.Tensor  # int64 [S]
+    sample_chunks: tuple[int, ...]
+
+
+def build_step_inputs(chunks: Seq[Chunk], geometry: Geometry) -> StepInputs:
+    """SequenceError for a chunk that lies outside the vocabulary, the context, its tokens or its blocks."""
+    for chunk in chunks:
+        check_chunk(chunk, geometry)
+    order = sorted(range(len(chunks)), key=lambda i: chunks[i].count > 1)  # stable
+    spans, first_row = [], 0
+    for i in order:
+        chunk = chunks[i]
+        spans.append(QuerySpan(first_row, chunk.count, chunk.start, tuple(chunk.seq.block_ids)))
+        first_row += chunk.count
+    ids = [np.array(chunks[i].seq.token_ids[chunks[i].start : chunks[i].start + chunks[i].count]) for i in order]
+    positions = [np.arange(s.first_position, s.first_position + s.num_rows) for s in spans]
+    slots = np.concatenate([_slots(s, p, geometry) for s, p in zip(spans, positions, strict=True)])
+    sampled = [(span, i) for span, i in zip(spans, order, strict=True) if chunks[i].sample]
+    return StepInputs(
+        token_ids=torch.from_numpy(np.concatenate(ids)),
+        positions=torch.from_numpy(np.concatenate(positions)),
+        kv_rows=torch.from_numpy(_kv_rows(slots, geometry)),
+        started_blocks=torch.from_numpy(slots[slots % geometry.block_size == 0] // geometry.block_size),
+        plans=tuple(plan_attention(spans, geometry)),
+        sample_rows=torch.tensor([s.first_row + s.num_rows - 1 for s, _ in sampled], dtype=torch.int64),
+        sample_chunks=tuple(i for _, i in sampled),
+    )
+
+
+def check_chunk(chunk: Chunk, geometry: Geometry) -> None:
+    seq, end = chunk.seq, chunk.start + chunk.count
+    if chunk.count < 1 or chunk.start < 0 or end > len(seq.token_ids):
+        raise SequenceError(seq.sid, f"tokens {chunk.start} to {end} of {len(seq.token_ids)}")
+    if end > geometry.max_model_len:
+        raise SequenceError(seq.sid, f"{end} tokens are more than the context of {geometry.max_model_len}")
+    block_ids = seq.block_ids[: -(-end // geometry.block_size)]
+    if end > len(block_ids) * geometry.block_size:
+        raise SequenceError(seq.sid, f"{end} tokens do not fit in {len(block_ids)} blocks")
+    if min(block_ids) < 0 or max(block_ids) >= geometry.num_blocks:
+        raise SequenceError(seq.sid, f"a block id is outside the pool of {geometry.num_blocks}")
+    ids = seq.token_ids[chunk.start : end]
+    if min(ids) < 0 or max(ids) >= geometry.vocab_size:
+        raise SequenceError(seq.sid, f"a token id is outside the vocabulary of {geometry.vocab_size}")
+
+
+def _slots(span: QuerySpan, positions: Index, geometry: Geometry) -> Index:
+    blocks = np.array(span.block_ids)[positions // geometry.block_size]
+    return blocks * geometry.block_size + positions % geometry.block_size
+
+
+def _kv_rows(slots: Index, geometry: Geometry) -> Index:
+    """Cache rows (block, head, offset) of every slot and head, slot by slot."""
+    blocks, offsets = slots // geometry.block_size, slots % geometry.block_size
+    heads = np.arange(geometry.num_kv_heads)
+    rows = (blocks[:, None] * geometry.num_kv_heads + heads) * geometry.block_size + offsets[:, None]
+    return np.asarray(rows.reshape(-1))
