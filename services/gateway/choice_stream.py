@@ -1,0 +1,162 @@
+"""Turns the committed tokens of one choice into what its client sees. *Pure.*
+
+What a client sees is a function of the request and the first p committed tokens alone: text, the end, the reason,
+the count. It does not depend on how the tokens were cut into chunks nor on which gateway asks, so a stream can be
+taken up at any position by another one. Tokens after the end are neither shown nor counted. Knows nothing of HTTP or
+of OpenAI's shapes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from services.gateway.tokenization import Tokenizer
+from services.gateway.visible_text import VisibleText
+from shared.protocol import SamplingParams, TextParams, TokenChunk
+
+
+class GapError(ValueError):
+    """A chunk does not follow on what was fed: read the log from `expected` on."""
+
+    def __init__(self, expected: int, first: int) -> None:
+        super().__init__(f"the chunk begins at token {first}, expected {expected}")
+        self.expected = expected
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """A token's log-probability and the best alternatives; offset is where its text begins in the choice's text."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...]
+    offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """What is new for the client after `position` tokens. The one with a finish_reason is the choice's last."""
+
+    text: str
+    position: int
+    logprobs: tuple[TokenLogprob, ...] = ()
+    finish_reason: str | None = None
+
+
+class ChoiceStream:
+    """Feed chunks in order; what overlaps with what was fed is dropped, a gap is a GapError.
+
+    num_tokens counts the tokens up to and including the one that ended the choice, cached_tokens the prompt tokens
+    that were not computed. resume_at: the position of the last event that the client already has (None: nothing yet),
+    resume_finished: whether that event was the choice's end; what the client has is computed and not returned.
+    """
+
+    def __init__(
+        self,
+        text: TextParams,
+        sampling: SamplingParams,
+        tokenizer: Tokenizer,
+        *,
+        prompt_ids: Sequence[int] = (),
+        resume_at: int | None = None,
+        resume_finished: bool = False,
+    ) -> None:
+        """prompt_ids are needed only for echo."""
+        self.num_tokens = 0
+        self.cached_tokens = 0
+        self.finish_reason: str | None = None
+        self._sampling = sampling
+        self._stop_ids = frozenset(sampling.stop_token_ids)
+        self._resume_at = resume_at
+        self._resume_finished = resume_finished
+        self._visible = VisibleText(
+            tokenizer,
+            stops=text.stop,
+            include_stop=text.include_stop_str_in_output,
+            skip_special_tokens=text.skip_special_tokens,
+        )
+        self._echo = tokenizer.echo_text(list(prompt_ids)) if text.echo else ""
+        self._logprobs: list[TokenLogprob] = []
+
+    def open(self) -> list[Delta]:
+        """What the client sees before the first token: the echoed prompt, and the end if nothing is to be generated."""
+        if self._sampling.max_tokens == 0:
+            self.finish_reason = "length"
+        if self._resume_at is not None or not (self._echo or self.finish_reason):
+            return []
+        return [Delta(self._echo, 0, finish_reason=self.finish_reason)]
+
+    def feed(self, chunk: TokenChunk) -> list[Delta]:
+        """At most one delta; none while all new text is held back, and none after the end."""
+        if self.finish_reason is not None:
+            return []
+        if chunk.first > self.num_tokens:
+            raise GapError(self.num_tokens, chunk.first)
+        if chunk.first == 0 and chunk.ids:
+            self.cached_tokens = chunk.cached_tokens
+        num_left = chunk.first + len(chunk.ids) - self.num_tokens
+        if num_left < 0:
+            return []
+        for i in range(len(chunk.ids) - num_left, len(chunk.ids)):
+            num_left -= 1
+            ended = self._take(chunk, i, closes=bool(chunk.finish) and not num_left)
+            if self.num_tokens == self._resume_at:
+                self._drop()
+            if ended:
+                return self._emit()
+        if chunk.finish:
+            return self.close(chunk.finish)
+        return self._emit()
+
+    def close(self, finish_reason: str) -> list[Delta]:
+        """End the choice for a reason that does not stand in its tokens; what was held back is shown."""
+        if self.finish_reason is not None:
+            return []
+        self.finish_reason = finish_reason
+        self._visible.close()
+        return self._emit(ended_without_token=True)
+
+    def _take(self, chunk: TokenChunk, i: int, closes: bool) -> bool:
+        """Add the chunk's token i; True if the choice ends with it. closes: the worker ended the sequence with it."""
+        token_id = chunk.ids[i]
+        self.num_tokens += 1
+        may_stop = self.num_tokens > self._sampling.min_tokens
+        is_stop_id = token_id in self._stop_ids and (may_stop or (closes and chunk.finish == "stop"))
+        last = is_stop_id or closes or self.num_tokens >= self._sampling.max_tokens
+        if chunk.logprobs is not None:
+            logprob, top = chunk.logprobs[i]
+            offset = len(self._echo) + self._visible.num_chars
+            self._logprobs.append(TokenLogprob(token_id, logprob, top, offset))
+        if self._visible.push(token_id, may_stop=may_stop, hidden=is_stop_id, last=last) or is_stop_id:
+            self.finish_reason = "stop"
+        elif last:
+            self.finish_reason = chunk.finish if closes else "length"
+        return self.finish_reason is not None
+
+    def _emit(self, *, ended_without_token: bool = False) -> list[Delta]:
+        if self._client_has_it(ended_without_token):
+            self._drop()
+            return []
+        text = self._visible.take()
+        if not (text or self._logprobs or self.finish_reason):
+            return []
+        return [Delta(text, self.num_tokens, self._pop_logprobs(), self.finish_reason)]
+
+    def _client_has_it(self, ended_without_token: bool) -> bool:
+        """An end that came after the token of the client's last event is news to it, unless that was the end's event."""
+        if self._resume_at is None:
+            return False
+        if self._resume_finished or self.num_tokens < self._resume_at:
+            return True
+        return self.num_tokens == self._resume_at and not ended_without_token
+
+    def _drop(self) -> None:
+        """The client has everything up to here."""
+        self._visible.take()
+        self._logprobs.clear()
+
+    def _pop_logprobs(self) -> tuple[TokenLogprob, ...]:
+        entries = tuple(self._logprobs)
+        self._logprobs.clear()
+        return entries
