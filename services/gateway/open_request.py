@@ -43,7 +43,7 @@ class OpenRequest:
         self._num_chunks = [0] * num_choices
         self._needed = [0] * num_choices  # what the log must reach, since it was announced
         self._arrived: deque[tuple[int, bool, bytes]] = deque()
-        self._num_bytes = 0
+        self.num_bytes = 0
         self.behind = False
         self.ended: Exception | None = None
         self.wake = wake
@@ -56,15 +56,15 @@ class OpenRequest:
         if self.behind:
             return  # the log has it
         self._arrived.append((choice, is_outcome, data))
-        self._num_bytes += len(data)
-        if self._num_bytes > MAX_QUEUED_BYTES:
+        self.num_bytes += len(data)
+        if self.num_bytes > MAX_QUEUED_BYTES:
             self.fall_behind()
         self.wake.set()
 
     def fall_behind(self) -> None:
         """What has arrived is forgotten: record and log have to be read."""
         self._arrived.clear()
-        self._num_bytes = 0
+        self.num_bytes = 0
         self.behind = True
         self.wake.set()
 
@@ -80,7 +80,7 @@ class OpenRequest:
         events: list[Event] = []
         while self._arrived:
             choice, is_outcome, data = self._arrived.popleft()
-            self._num_bytes -= len(data)
+            self.num_bytes -= len(data)
             if choice not in self.open_choices:
                 continue
             if is_outcome:

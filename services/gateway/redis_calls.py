@@ -9,11 +9,13 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
-from redis.exceptions import ConnectionError, ResponseError
+from redis.exceptions import ConnectionError, OutOfMemoryError, ReadOnlyError, ResponseError
 
 CALL_TIMEOUT_S = 2.0  # of one try; a stalled Redis must not hold a response
-# How a server that cannot write says so; on 6.2 a script's error carries the text in the middle.
-_CANNOT_WRITE = ("OOM command not allowed", "MISCONF", "READONLY", "NOREPLICAS")
+# How a server that cannot write says so: redis-py knows some by class, and strips the word; a script's error carries
+# it in the middle on 6.2, so that it has no class there.
+_CANNOT_WRITE = (OutOfMemoryError, ReadOnlyError)
+_CANNOT_WRITE_WORDS = ("OOM command not allowed", "MISCONF", "READONLY", "NOREPLICAS")
 
 T = TypeVar("T")
 
@@ -28,7 +30,7 @@ async def in_time(call: Awaitable[T], timeout_s: float = CALL_TIMEOUT_S) -> T:
         async with asyncio.timeout(timeout_s):
             return await call
     except ResponseError as e:
-        if any(sign in str(e) for sign in _CANNOT_WRITE):
+        if isinstance(e, _CANNOT_WRITE) or any(word in str(e) for word in _CANNOT_WRITE_WORDS):
             raise CannotWrite(str(e)) from e
         raise
 

@@ -1,0 +1,66 @@
+"""Who may call: API keys, checked on every route but those named public here. *Pure* but for aiohttp's request type.
+
+The decision is keyed on the route that aiohttp resolved, never on the path as it was written. A key is compared as a
+digest, against all of them, in constant time. Its id stands for it elsewhere: as owner in records, and in the salt
+that keeps one key's cached blocks from another.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+from collections.abc import Awaitable, Callable, Iterable
+
+from aiohttp import web
+
+from services.gateway.errors import ApiError
+
+PUBLIC_ROUTES = frozenset({"live", "ready"})
+OPEN_ID = "open"  # everybody's, where no key is configured
+OWNER: web.RequestKey[str] = web.RequestKey("owner", str)
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+Middleware = Callable[[web.Request, Handler], Awaitable[web.StreamResponse]]
+
+
+class ApiKeys:
+    def __init__(self, keys: Iterable[str]) -> None:
+        self._ids = {_digest(key): key_id(key) for key in keys}
+
+    def __bool__(self) -> bool:
+        return bool(self._ids)
+
+    def owner(self, authorization: str) -> str | None:
+        """The id of the key in an Authorization header; None if it has none that is known."""
+        if not self._ids:
+            return OPEN_ID
+        scheme, _, key = authorization.partition(" ")
+        given = _digest(key.strip()) if scheme.lower() == "bearer" else b""
+        owner = None
+        for digest, id in self._ids.items():
+            if hmac.compare_digest(digest, given):
+                owner = id
+        return owner
+
+
+def key_id(key: str) -> str:
+    """Not a part of the digest that is compared, so that knowing an id is no help in finding its key's digest."""
+    return hashlib.sha256(b"headrace key id\0" + key.encode()).hexdigest()[:16]
+
+
+def _digest(key: str) -> bytes:
+    return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
+
+
+def middleware(keys: ApiKeys) -> Middleware:
+    @web.middleware
+    async def authorize(request: web.Request, handler: Handler) -> web.StreamResponse:
+        # A path without a route has none of the public names either: what exists is told only to who may ask.
+        if request.match_info.route.name not in PUBLIC_ROUTES:
+            owner = keys.owner(request.headers.get("Authorization", ""))
+            if owner is None:
+                raise ApiError(401, "a valid API key is required: Authorization: Bearer ...", code="invalid_api_key")
+            request[OWNER] = owner
+        return await handler(request)
+
+    return authorize
