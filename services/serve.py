@@ -15,10 +15,10 @@ import socket
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from redis.exceptions import RedisError
 
+from services import modules
 from services.banner import banner, until_ready
 from services.console import Console, NamedStream
 from services.model_download import fetch_model
@@ -61,7 +61,6 @@ SERVICE_KINDS: dict[str, MemberKind] = {
 STAGES = {service: stage for stage, service in enumerate(SERVICE_KINDS)}  # no new work first, state last
 REDIS_STAGE = len(STAGES)
 REDIS_START_TIMEOUT_S = 60.0
-CHECKOUT = Path(__file__).parents[1]
 
 
 class CannotServe(Exception):
@@ -112,7 +111,7 @@ def programs(plan: Plan) -> Iterator[Program]:
             name = service.replace("gpu_", "").replace("_", "-")
             yield Program(
                 name=f"{name}-{i}" if number > 1 else name,
-                argv=(sys.executable, "-m", f"services.{service}"),
+                argv=tuple(modules.command(f"services.{service}")),
                 stage=STAGES[service],
                 environ=_environ_of(plan, service, i),
                 new_incarnation=_incarnations(SERVICE_KINDS[service]),
@@ -124,14 +123,15 @@ def _incarnations(kind: MemberKind) -> Callable[[], str]:
 
 
 def _environ_of(plan: Plan, service: str, index: int) -> Callable[[str], Mapping[str, str]]:
-    fixed = {"PYTHONPATH": str(CHECKOUT), "PYTHONSAFEPATH": "1"}  # these services, not those of the current folder
+    fixed = {}
     if service == "gateway":
         fixed[variable("port")] = str(plan.ports[index])
     if service == "gpu_worker" and plan.worker.threads == 0:
         fixed[variable("threads")] = str(max(1, (os.cpu_count() or 1) // plan.counts.workers))
 
     def environ(incarnation: str) -> Mapping[str, str]:
-        return child_environ(plan.environ, service, fixed | {variable("incarnation"): incarnation})
+        own = child_environ(plan.environ, service, fixed | {variable("incarnation"): incarnation})
+        return modules.environ(own)
 
     return environ
 

@@ -84,7 +84,9 @@ class Section(BaseModel):
 class CommonSettings(Section):
     TITLE = "every service"
     redis_url: RedisUrl = _setting(
-        "redis://127.0.0.1:6379/0", "Redis of this deployment: redis://, rediss:// or unix://", secret=True
+        "redis://127.0.0.1:6379/0",
+        "Redis of the deployment (redis://, rediss://, unix://); `serve` brings its own if none is given",
+        secret=True,
     )
     model: str = _setting(
         DEFAULT_MODEL, "model: a known name, a .gguf file, a Hugging Face folder, or hf:org/name", min_length=1

@@ -1,0 +1,23 @@
+"""How one part of Headrace starts another: by module name, in the tree and the Python that this one runs from.
+
+The packages have general names (`services`, `shared`), so the current folder, which may have its own, is left out.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+TREE = Path(__file__).parents[1]
+
+
+def command(module: str, *args: str) -> list[str]:
+    return [sys.executable, "-m", module, *args]
+
+
+def environ(environ: Mapping[str, str]) -> dict[str, str]:
+    """The environment in which `command` finds the module."""
+    path = os.pathsep.join(filter(None, [str(TREE), environ.get("PYTHONPATH", "")]))
+    return {**environ, "PYTHONPATH": path, "PYTHONSAFEPATH": "1"}
