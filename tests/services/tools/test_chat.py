@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import signal
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -141,17 +142,14 @@ def test_an_answer_that_breaks_off_is_told_and_kept(
 def test_ctrl_c_ends_the_answer_at_the_server_too_and_the_chat_goes_on(
     server: Server, typed: Callable[..., None], capsys: pytest.CaptureFixture[str]
 ) -> None:
+    main_thread = threading.get_ident()
+
     async def endless(body: dict[str, Any], out: web.StreamResponse) -> None:
         if len(server.bodies) > 1:
             return await server.hello(body, out)
         await out.write(event("begun"))
-        signal_soon()
+        signal.pthread_kill(main_thread, signal.SIGINT)  # as a terminal does
         await asyncio.Event().wait()
-
-    def signal_soon() -> None:
-        import _thread
-
-        _thread.interrupt_main()
 
     server.reply = endless
     typed("one", "two")
