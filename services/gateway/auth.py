@@ -9,18 +9,16 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Iterable
 
 from aiohttp import web
+from aiohttp.typedefs import Handler, Middleware
 
 from services.gateway.errors import ApiError
 
 PUBLIC_ROUTES = frozenset({"live", "ready"})
 OPEN_ID = "open"  # everybody's, where no key is configured
 OWNER: web.RequestKey[str] = web.RequestKey("owner", str)
-
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
-Middleware = Callable[[web.Request, Handler], Awaitable[web.StreamResponse]]
 
 
 class ApiKeys:

@@ -11,11 +11,11 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from redis.asyncio import Redis
 
 from services.gateway.admission import unavailable
+from services.gateway.preparation import Limits
 from services.gateway.redis_calls import CALL_TIMEOUT_S, in_time
 from shared.bus import StreamReader
 from shared.protocol import Event, Member, ProtocolError, decode_as
@@ -26,15 +26,6 @@ log = logging.getLogger(__name__)
 REFRESH_S = 2.0
 STALE_S = 10.0  # readiness fails when Redis has told nothing for so long
 RETRY_AFTER_S = 2  # about what a worker's restart takes
-
-
-@dataclass(frozen=True, slots=True)
-class Capacity:
-    """What the roomiest live worker takes: tokens of prompt and output together."""
-
-    max_model_len: int
-    pool_tokens: int
-    vocab_size: int
 
 
 class Fleet:
@@ -83,15 +74,15 @@ class Fleet:
         """Redis has answered lately and a worker is alive."""
         return self.is_fresh() and bool(self.workers)
 
-    def capacity(self) -> Capacity:
-        """TryLater when no worker is alive."""
+    def limits(self, max_choices: int) -> Limits:
+        """What the roomiest live worker takes; TryLater when none is alive."""
         workers = self.workers
         if not workers:
             raise unavailable("no worker is alive", "no_worker", RETRY_AFTER_S)
-        return Capacity(
+        return Limits(
             max_model_len=max(w.max_model_len for w in workers),
             pool_tokens=max(w.num_blocks * w.block_size for w in workers),
-            vocab_size=min(w.vocab_size for w in workers),
+            max_choices=max_choices,
         )
 
     def fingerprint(self) -> str | None:

@@ -55,6 +55,8 @@ class Inflight:
         self._remembered: dict[str, None] = {}
         self._owed = Owed()
         self._admissions: set[asyncio.Task[None]] = set()
+        self._idle = asyncio.Event()
+        self._idle.set()
 
     def _new_membership(self, incarnation: str = "") -> Membership:
         member = Member(kind="gateway", incarnation=incarnation or new_incarnation("gateway"))
@@ -67,6 +69,10 @@ class Inflight:
     @property
     def num_open(self) -> int:
         return len(self._requests)
+
+    async def idle(self) -> None:
+        """Returns when no request is open."""
+        await self._idle.wait()
 
     # --- going in ------------------------------------------------------------------------------------------------
 
@@ -96,6 +102,7 @@ class Inflight:
 
     async def _admit(self, request: OpenRequest, spec: RequestSpec, prompt: bytes, owner: str) -> None:
         self._requests[request.rid] = request
+        self._idle.clear()
         self._routes |= {sequence_id(request.rid, i).encode(): (request, i) for i in range(spec.num_choices)}
         try:
             status, number = await self._ask_admission(request, spec, prompt, owner)
@@ -268,6 +275,8 @@ class Inflight:
 
     def _forget(self, request: OpenRequest) -> None:
         self._requests.pop(request.rid, None)
+        if not self._requests:
+            self._idle.set()
         for i in range(len(request.positions)):
             self._routes.pop(sequence_id(request.rid, i).encode(), None)
         if request.admitted:

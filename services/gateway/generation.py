@@ -1,0 +1,211 @@
+"""One HTTP call's choices while they are generated: admitted requests on one side, deltas for a client on the other.
+
+Owns the life of the call's open requests: they are admitted together, and whatever ends the call ends them. Knows
+neither HTTP nor the shape of an answer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from services.gateway.choice_stream import ChoiceStream, Delta
+from services.gateway.errors import ApiError
+from services.gateway.inflight import CANCELLED, Inflight
+from services.gateway.metrics_defs import GatewayMetrics
+from services.gateway.open_request import OpenRequest, RequestLost
+from services.gateway.preparation import PreparedPrompt
+from services.gateway.tokenization import Tokenizer
+from shared.protocol import FinishReason, Outcome, ProtocolError, RequestSpec, TokenChunk, pack_ids
+
+log = logging.getLogger(__name__)
+
+TICK_S = 15.0  # silence after which a client is shown that the connection lives
+TIMED_OUT = Outcome(reason="error", code="timeout", message="the request took too long")
+# Errors found behind the gateway that lie in the request; all others are the server's.
+STATUS_OF_CODE = {"context_length_exceeded": 400, "timeout": 504}
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """Who asks: the owner of the records, the salt of the blocks, and the caller's own name for the call."""
+
+    owner: str
+    salt: bytes
+    client_id: str = ""
+
+
+class Generation:
+    """Use as a context manager: entering admits (TryLater if refused), leaving ends what still runs.
+
+    The choices are numbered through the prompts: choice i of prompt p is p * n + i. One that wants no token is not
+    admitted at all.
+    """
+
+    def __init__(
+        self, inflight: Inflight, metrics: GatewayMetrics, tokenizer: Tokenizer, prompts: Sequence[PreparedPrompt],
+        *, rid: str, caller: Caller, timeout_s: float,
+    ) -> None:  # fmt: skip
+        self.rid = rid
+        self.prompts = prompts
+        self.choices = [
+            ChoiceStream(p.text, p.sampling, tokenizer, prompt_ids=p.ids) for p in prompts for _ in range(p.num_choices)
+        ]
+        self._inflight = inflight
+        self._metrics = metrics
+        self._caller = caller
+        self._timeout_s = timeout_s
+        self._wake = asyncio.Event()
+        self._requests: list[tuple[int, OpenRequest]] = []  # with the number of its first choice
+        self._timers: list[asyncio.TimerHandle] = []
+        self._outcome = CANCELLED  # of what still runs when this ends
+        self._opened: list[tuple[int, Delta]] | None = []
+        self._num_running = 0
+        self._timed_out = False
+        self._silent = False
+        self._started = asyncio.get_running_loop().time()
+        self._last_at = [0.0] * len(self.choices)
+
+    async def __aenter__(self) -> Generation:
+        first = 0
+        try:
+            for number, prompt in enumerate(self.prompts):
+                await self._open(number, prompt, first)
+                first += prompt.num_choices
+        except BaseException:
+            self._end()
+            raise
+        loop = asyncio.get_running_loop()
+        self._timers = [loop.call_later(self._timeout_s, self._time_out), loop.call_later(TICK_S, self._tick, 0)]
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._end()
+
+    async def _open(self, number: int, prompt: PreparedPrompt, first: int) -> None:
+        for index in range(first, first + prompt.num_choices):
+            assert self._opened is not None
+            self._opened += [(index, delta) for delta in self.choices[index].open()]
+        if self.choices[first].finish_reason is not None:
+            return
+        spec = RequestSpec(
+            rid=self.rid if number == 0 else f"{self.rid}-{number}", num_choices=prompt.num_choices,
+            num_prompt_tokens=len(prompt.ids), salt=self._caller.salt, sampling=prompt.sampling, text=prompt.text,
+            client_id=self._caller.client_id,
+        )  # fmt: skip
+        request = await self._inflight.submit(spec, pack_ids(prompt.ids), self._caller.owner, self._wake)
+        self._requests.append((first, request))
+        self._num_running += prompt.num_choices
+        self._metrics.prompt_tokens.inc(len(prompt.ids))
+        self._metrics.prompt_length.observe(len(prompt.ids))
+
+    def _end(self) -> None:
+        for timer in self._timers:
+            timer.cancel()
+        for _, request in self._requests:
+            self._inflight.close(request, self._outcome)
+
+    @property
+    def is_running(self) -> bool:
+        """Whether a delta can still come."""
+        return bool(self._opened) or self._num_running > 0
+
+    async def next(self) -> list[tuple[int, Delta]]:
+        """What is new, by choice, in order; nothing after a time of silence. ApiError when the request failed, Moved
+        when another gateway answers it by now."""
+        if self._opened:
+            opened, self._opened = self._opened, None
+            return opened
+        while True:
+            await self._wake.wait()
+            self._wake.clear()
+            if self._timed_out:
+                self._outcome = TIMED_OUT
+                raise self._failure(TIMED_OUT)
+            deltas: list[tuple[int, Delta]] = []
+            for first, request in self._requests:
+                deltas += await self._take(first, request)
+            if deltas or self._silent:
+                self._silent = False
+                return deltas
+
+    def cached_tokens(self) -> int:
+        """Prompt tokens that were not computed: of a prompt's choices, only what none of them had to compute."""
+        cached, first = 0, 0
+        for prompt in self.prompts:
+            cached += min(choice.cached_tokens for choice in self.choices[first : first + prompt.num_choices])
+            first += prompt.num_choices
+        return cached
+
+    async def _take(self, first: int, request: OpenRequest) -> list[tuple[int, Delta]]:
+        try:
+            events = await self._inflight.take(request)
+        except RequestLost:
+            raise ApiError(500, "the request was lost", code="request_lost") from None
+        except ProtocolError as e:
+            log.error("%s: %s", request.rid, e)
+            raise ApiError(500, "internal error", code="internal_error") from None
+        deltas: list[tuple[int, Delta]] = []
+        for number, item in events:
+            index = first + number
+            if self.choices[index].finish_reason is not None:
+                continue
+            if isinstance(item, TokenChunk):
+                new = self._feed(index, request, number, item)
+            elif item.reason in ("stop", "length"):
+                new = self.choices[index].close(item.reason)
+            else:
+                raise self._failure(item)
+            deltas += [(index, delta) for delta in new]
+            if self.choices[index].finish_reason is not None:
+                self._choice_ended(index)
+        return deltas
+
+    def _feed(self, index: int, request: OpenRequest, number: int, chunk: TokenChunk) -> list[Delta]:
+        choice = self.choices[index]
+        self._observe(index, len(chunk.ids))
+        deltas = choice.feed(chunk)
+        if choice.finish_reason is not None:
+            if chunk.finish:
+                request.open_choices.discard(number)  # the worker has said so itself, in the same commit
+            else:
+                reason: FinishReason = "stop" if choice.finish_reason == "stop" else "length"
+                self._inflight.finish(request, number, Outcome(reason=reason, num_tokens=choice.num_tokens))
+        return deltas
+
+    def _observe(self, index: int, num_tokens: int) -> None:
+        now = asyncio.get_running_loop().time()
+        last = self._last_at[index]
+        if last:
+            self._metrics.inter_token_s.observe((now - last) / max(1, num_tokens))
+        else:
+            self._metrics.first_token_s.observe(now - self._started)
+        self._last_at[index] = now
+
+    def _choice_ended(self, index: int) -> None:
+        self._num_running -= 1
+        choice = self.choices[index]
+        self._metrics.finished.labels(choice.finish_reason or "").inc()
+        self._metrics.generation_tokens.inc(choice.num_tokens)
+        self._metrics.end_to_end_s.observe(asyncio.get_running_loop().time() - self._started)
+
+    def _failure(self, outcome: Outcome) -> ApiError:
+        """What a client is told of an ending that is none. A service's message is written for clients."""
+        code = outcome.code or outcome.reason
+        self._metrics.failed.labels(code).inc()
+        unsaid = "the request was cancelled" if outcome.reason == "cancelled" else "internal error"
+        return ApiError(STATUS_OF_CODE.get(code, 500), outcome.message or unsaid, code=code)
+
+    def _time_out(self) -> None:
+        self._timed_out = True
+        self._wake.set()
+
+    def _tick(self, num_seen: int) -> None:
+        """Costs nothing a token: only looks, every so often, whether there were any."""
+        num_tokens = sum(choice.num_tokens for choice in self.choices)
+        if num_tokens == num_seen:
+            self._silent = True
+            self._wake.set()
+        self._timers[1] = asyncio.get_running_loop().call_later(TICK_S, self._tick, num_tokens)

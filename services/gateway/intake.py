@@ -1,0 +1,82 @@
+"""From the bytes of a body to what can be admitted, off the event loop where that takes long.
+
+Owns the threads that tokenize. What is checked, and how, is in `request_parsing.py` and `preparation.py`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from datetime import UTC, datetime
+from typing import TypeVar
+
+from services.gateway import json_reader, preparation
+from services.gateway.errors import model_not_found
+from services.gateway.fleet import Fleet
+from services.gateway.openai_schema import (
+    ChatCompletionRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    Request,
+    TokenizeRequest,
+)
+from services.gateway.preparation import PreparedPrompt
+from services.gateway.request_parsing import parse
+from services.gateway.tokenization import Tokenizer
+
+INLINE_BODY_BYTES = 4096  # of a body that takes about a millisecond; longer ones are read in a thread
+NUM_THREADS = 2
+
+T = TypeVar("T")
+R = TypeVar("R", bound=Request)
+G = TypeVar("G", bound=ChatCompletionRequest | CompletionRequest)
+
+
+class Intake:
+    def __init__(self, tokenizer: Tokenizer, model: str, fleet: Fleet, max_choices: int) -> None:
+        self.tokenizer = tokenizer
+        self._model = model
+        self._fleet = fleet
+        self._max_choices = max_choices
+        self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="intake")
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    async def generation(self, cls: type[G], body: bytes) -> tuple[G, list[PreparedPrompt]]:
+        """The checked request and its prompts. A wrong request is refused as such also when no worker is alive."""
+
+        def prepare() -> tuple[G, list[PreparedPrompt]]:
+            request = self._parse(cls, body)
+            limits = self._fleet.limits(self._max_choices)
+            prompts = preparation.build_specs(
+                request, self.tokenizer, limits, draw_seed=lambda: secrets.randbits(64), now=datetime.now(UTC)
+            )
+            return request, prompts
+
+        return await self._run(body, prepare)
+
+    async def tokenize(self, body: bytes) -> tuple[TokenizeRequest, list[int]]:
+        def prepare() -> tuple[TokenizeRequest, list[int]]:
+            request = self._parse(TokenizeRequest, body)
+            return request, preparation.tokenize(request, self.tokenizer, datetime.now(UTC))
+
+        return await self._run(body, prepare)
+
+    async def detokenize(self, body: bytes) -> str:
+        return await self._run(
+            body, lambda: preparation.detokenize(self._parse(DetokenizeRequest, body), self.tokenizer)
+        )
+
+    def _parse(self, cls: type[R], body: bytes) -> R:
+        request = parse(cls, json_reader.loads(body))
+        if request.model not in (None, "", self._model):
+            raise model_not_found()
+        return request
+
+    async def _run(self, body: bytes, work: Callable[[], T]) -> T:
+        if len(body) <= INLINE_BODY_BYTES:
+            return work()
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work)

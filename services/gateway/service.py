@@ -1,0 +1,177 @@
+"""The gateway's process: its loops, its HTTP server, and how both come to an end.
+
+Builds what the routes share and runs it; decides nothing about requests.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import logging
+import secrets
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from aiohttp import web
+from redis.asyncio import Redis
+
+from services.gateway.app import make_app
+from services.gateway.completions import CompletionRoutes
+from services.gateway.fleet import Fleet
+from services.gateway.http_server import Runner
+from services.gateway.inflight import Inflight
+from services.gateway.intake import Intake
+from services.gateway.metrics_defs import GatewayMetrics
+from services.gateway.pages import PageRoutes
+from services.gateway.redis_calls import in_time
+from services.gateway.state import GatewayState
+from services.gateway.tokenization import Tokenizer
+from shared import metrics
+from shared.bus import LOST
+from shared.records import Records
+from shared.runtime import Stop, forever, run_until_stopped
+from shared.scripts import Scripts
+from shared.settings import CommonSettings, GatewaySettings
+
+log = logging.getLogger(__name__)
+
+LOOK_S = 1.0  # between two looks at the event loop's lag
+PUBLISH_EVERY = 5  # looks
+LEAVE_TIMEOUT_S = 3.0
+HANDLER_END_S = 0.2  # for handlers to end once they are cancelled
+
+
+class CannotListen(Exception):
+    """The address is not to be had; one sentence for the operator."""
+
+
+class GatewayService:
+    """port is known once `run` has begun to listen (settings may ask for any free one)."""
+
+    def __init__(self, redis: Redis, tokenizer: Tokenizer, common: CommonSettings, own: GatewaySettings) -> None:
+        self._redis = redis
+        self._scripts = Scripts(redis, common.served_name)
+        records = Records(redis, self._scripts.prefix)
+        self._common = common
+        self._own = own
+        self.inflight = Inflight(
+            redis, self._scripts, records, incarnation=common.incarnation, max_requests=own.max_queued_requests,
+            max_tokens=own.max_queued_tokens, retention_ms=int(common.retention_s * 1000),
+        )  # fmt: skip
+        self.fleet = Fleet(redis, records, self._scripts.prefix)
+        self.metrics = GatewayMetrics()
+        self._intake = Intake(tokenizer, common.served_name, self.fleet, own.max_num_choices)
+        self.listening = asyncio.Event()
+        self.port = 0
+
+    async def run(self, stop: Stop) -> None:
+        """Serves until stop; CannotListen when the address is not to be had."""
+        state = GatewayState(
+            self._own, self._common.served_name, await self._secret(), self.inflight, self.fleet, self.metrics
+        )
+        pages = PageRoutes(state, self._intake, self.render_metrics, int(time.time()))
+        app = make_app(state, CompletionRoutes(state, self._intake), pages)
+        runner = Runner(app, shutdown_timeout_s=HANDLER_END_S)
+        await runner.setup()
+        try:
+            await self.inflight.refresh()
+            await self.fleet.look()
+            await self._listen(runner)
+            await self._serve(state, runner, stop)
+        finally:
+            await runner.cleanup()
+            await self._leave()
+            self._intake.close()
+
+    async def _serve(self, state: GatewayState, runner: Runner, stop: Stop) -> None:
+        drained = Stop()
+        await run_until_stopped(
+            [
+                forever("stream", self.inflight.turn, drained),
+                forever("settle", self.inflight.settle_next, drained),
+                forever("fleet", self.fleet.turn, drained),
+                forever("metrics", self._watch, drained),
+                self._drain(state, runner, stop, drained),
+            ],
+            drained,
+        )
+
+    async def _drain(self, state: GatewayState, runner: Runner, stop: Stop, drained: Stop) -> None:
+        """Takes nothing new from the first signal on; open responses get their time to finish."""
+        await stop.wait()
+        state.draining = True
+        for site in list(runner.sites):
+            await site.stop()
+        try:
+            async with asyncio.timeout(self._own.drain_timeout_s):
+                await self.inflight.idle()
+        except TimeoutError:
+            log.warning("%d open responses are ended", self.inflight.num_open)
+        drained.set()
+
+    async def _leave(self) -> None:
+        try:
+            async with asyncio.timeout(LEAVE_TIMEOUT_S):
+                await self.inflight.leave()
+        except LOST as e:
+            log.warning("Redis does not hear that this gateway leaves (%s); its lease will run out", e)
+
+    async def _secret(self) -> bytes:
+        """The configured one; else one drawn once for all gateways of the model, so that they share cached prefixes."""
+        if self._common.secret:
+            return self._common.secret.encode()
+        key = self._scripts.key("secret")
+        await self._redis.set(key, secrets.token_bytes(32), nx=True)
+        secret = await self._redis.get(key)
+        assert isinstance(secret, bytes)
+        return secret
+
+    async def _listen(self, runner: Runner) -> None:
+        host, port = self._own.host, self._own.port
+        with _listening(host, port):
+            await web.TCPSite(runner, host, port, backlog=1024).start()
+        self.port = int(runner.addresses[0][1])
+        self.listening.set()
+        log.info("listening on %s port %d", host, self.port)
+
+    # --- metrics -----------------------------------------------------------------------------------------------------
+
+    async def _watch(self) -> None:
+        """Looks at the event loop's lag, and publishes the metrics now and then."""
+        lag_s = 0.0
+        for _ in range(PUBLISH_EVERY):
+            due = time.monotonic() + LOOK_S
+            await asyncio.sleep(LOOK_S)
+            lag_s = max(lag_s, time.monotonic() - due)
+        self.metrics.loop_lag_s.set(lag_s)
+        self._observe()
+        publishing = metrics.publish(
+            self._redis, self._scripts.prefix, "gateway", self.inflight.incarnation, self.metrics.registry
+        )
+        await in_time(publishing)
+
+    def _observe(self) -> None:
+        self.metrics.open_requests.set(self.inflight.num_open)
+        self.metrics.observe_process()
+
+    async def render_metrics(self) -> bytes:
+        """All services' metrics; only this gateway's own while Redis is away."""
+        self._observe()
+        own = ("gateway", self.inflight.incarnation, metrics.snapshot(self.metrics.registry))
+        others = [(m.kind, m.incarnation) for m in self.fleet.members if m.incarnation != self.inflight.incarnation]
+        try:
+            rows = await in_time(metrics.collect(self._redis, self._scripts.prefix, others))
+        except LOST:
+            rows = []
+        return metrics.render([own, *rows])
+
+
+@contextmanager
+def _listening(host: str, port: int) -> Iterator[None]:
+    try:
+        yield
+    except OSError as e:
+        reasons = {errno.EADDRINUSE: "it is in use", errno.EACCES: "that is not permitted"}
+        reason = reasons.get(e.errno or 0, "the address is not one of this machine")
+        raise CannotListen(f"cannot listen on {host} port {port}: {reason}") from e
