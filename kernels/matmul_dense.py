@@ -16,6 +16,7 @@ import torch.nn.functional as F
 PACKED_ROW_MULTIPLE = 4
 PLAIN_ROW_MULTIPLE = 8
 FIXED_ROWS = 16  # a call, where row counts show in the bits
+_BUCKET_FROM, _BUCKET_ROWS = 32, 16
 _TRIED_ROWS = (1, 2, 3, 5, 8, 13, 24, 36, 64, 160)
 _TRY_BUDGET_FLOPS = 10e9  # a shape; the larger row counts of large weights are left out
 
@@ -53,6 +54,13 @@ class DensePacker:
         if weight.shape not in self._fixed_rows:
             self._fixed_rows[weight.shape] = 0 if rows_are_independent(dense) else FIXED_ROWS
         return replace(dense, fixed_rows=self._fixed_rows[weight.shape])
+
+
+def padded_rows(num_rows: int) -> int:
+    """How many rows to give a step that has num_rows: a multiple that no product need pad again, and few different
+    ones, since oneDNN builds a kernel (0.7 ms) for each row count it meets."""
+    multiple = PACKED_ROW_MULTIPLE if num_rows <= _BUCKET_FROM else _BUCKET_ROWS
+    return -(-num_rows // multiple) * multiple
 
 
 def can_pack() -> bool:

@@ -49,8 +49,8 @@ def paged_attention(
     q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, plan: TilePlan, scale: float
 ) -> torch.Tensor:
     """q [N, Hq, D], caches [blocks, Hkv, block_size, D] -> [rows of the plan, Hq, D], float32."""
-    if q.dim() != 3 or q.dtype != torch.float32 or not q.is_contiguous():
-        raise ValueError(f"paged_attention: q must be contiguous float32 [N, Hq, D], got {q.dtype} {tuple(q.shape)}")
+    if q.dim() != 3 or q.dtype != torch.float32:
+        raise ValueError(f"paged_attention: q must be float32 [N, Hq, D], got {q.dtype} {tuple(q.shape)}")
     if k_cache.shape != v_cache.shape or k_cache.shape[-1] != q.shape[-1] or q.shape[1] % k_cache.shape[1]:
         raise ValueError(f"paged_attention: q {tuple(q.shape)}, cache {tuple(k_cache.shape)}")
     if TILE % k_cache.shape[2]:
@@ -62,7 +62,7 @@ def _tiled(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, plan: 
     _, num_heads, dim = q.shape
     num_kv_heads = k_cache.shape[1]
     m, num_items = plan.num_rows_padded, plan.item_group.numel()
-    queries = q.view(-1, dim).index_select(0, plan.q_index).view(-1, m, dim)
+    queries = q.reshape(-1, dim).index_select(0, plan.q_index).view(-1, m, dim)
     keys = _tiles(k_cache, plan.kv_index)
     scores = torch.bmm(queries, keys.transpose(1, 2))  # [items * Hkv, M, TILE]
     scores.view(num_items, num_kv_heads, m, TILE).masked_fill_(plan.hidden, -torch.inf)
@@ -96,6 +96,27 @@ def _sum_tiles(parts: torch.Tensor, plan: TilePlan) -> torch.Tensor:
     if plan.item_group.numel() == plan.num_groups:
         return parts
     return parts.new_zeros(plan.num_groups, parts.shape[1]).index_add_(0, plan.item_group, parts)
+
+
+def shapes_agree(row_counts: tuple[int, ...], dim: int) -> bool:
+    """Whether a row's products with a tile have the same bits in groups of these padded sizes, for any number of items.
+
+    Where they have not, groups of one size must serve for everything.
+    """
+    generator = torch.Generator().manual_seed(0)
+    tile, rows = torch.randn(TILE, dim, generator=generator), torch.randn(8, dim, generator=generator)
+    weights = torch.rand(8, TILE, generator=generator)
+    want_scores = torch.bmm(rows[None], tile.t()[None])[0]
+    want_values = torch.bmm(weights[None], tile[None])[0]
+    for num_rows in row_counts:
+        index = torch.arange(num_rows) % 8
+        for num_items in (1, 2, 7, 24, 96):
+            tiles = tile.repeat(num_items, 1, 1)
+            scores = torch.bmm(rows[index].repeat(num_items, 1, 1), tiles.transpose(1, 2))
+            values = torch.bmm(weights[index].repeat(num_items, 1, 1), tiles)
+            if not (scores == want_scores[index]).all() or not (values == want_values[index]).all():
+                return False
+    return True
 
 
 def paged_attention_reference(

@@ -19,7 +19,7 @@ MAX_HEADER_BYTES = 1 << 28  # the largest vocabularies take about 16 MB; a table
 MAX_ARRAY_DEPTH = 4
 MAX_DIMS = 4
 
-# ggml type id -> (name, elements a block, bytes a block). Ids that are absent were removed from ggml or are unknown.
+# ggml type id -> (name, elements a block, bytes a block). Absent ids are unknown, removed, or never stored in files.
 GGML_TYPES: dict[int, tuple[str, int, int]] = {
     0: ("F32", 1, 4),
     1: ("F16", 1, 2),
@@ -28,13 +28,11 @@ GGML_TYPES: dict[int, tuple[str, int, int]] = {
     6: ("Q5_0", 32, 22),
     7: ("Q5_1", 32, 24),
     8: ("Q8_0", 32, 34),
-    9: ("Q8_1", 32, 36),
     10: ("Q2_K", 256, 84),
     11: ("Q3_K", 256, 110),
     12: ("Q4_K", 256, 144),
     13: ("Q5_K", 256, 176),
     14: ("Q6_K", 256, 210),
-    15: ("Q8_K", 256, 292),
     16: ("IQ2_XXS", 256, 66),
     17: ("IQ2_XS", 256, 74),
     18: ("IQ3_XXS", 256, 98),

@@ -34,7 +34,12 @@ class Geometry:
     head_dim: int
     vocab_size: int
     max_model_len: int
-    decode_group_rows: int = 1
+    decode_group_rows: int = 1  # or PREFILL_GROUP_ROWS, where shapes show in the bits
+
+    def padded_group_rows(self, group_rows: int) -> int:
+        """Rows of a group in one KV head's matrix products: query rows times the query heads that share it."""
+        rows = group_rows * (self.num_heads // self.num_kv_heads)
+        return -(-rows // ROW_MULTIPLE) * ROW_MULTIPLE
 
 
 def plan_attention(spans: Seq[QuerySpan], geometry: Geometry) -> Iterator[TilePlan]:
@@ -53,8 +58,7 @@ def _cut(span: QuerySpan, num_rows: int) -> Iterator[QuerySpan]:
 
 def _plans_of(groups: list[QuerySpan], group_rows: int, geometry: Geometry) -> Iterator[TilePlan]:
     """One plan as long as it stays within PLAN_BYTES, else several; a group is never split."""
-    shared = geometry.num_heads // geometry.num_kv_heads
-    padded = -(-group_rows * shared // ROW_MULTIPLE) * ROW_MULTIPLE
+    padded = geometry.padded_group_rows(group_rows)
     item_bytes = 4 * geometry.num_kv_heads * (2 * TILE * geometry.head_dim + padded * (TILE + 2 * geometry.head_dim))
     most_items = max(1, PLAN_BYTES // item_bytes)
     part: list[QuerySpan] = []

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from kernels.matmul_dense import padded_rows
 from kernels.paged_attention import QuerySpan, TilePlan
 from services.gpu_worker.attention_plan import Geometry, Index, plan_attention
 from services.gpu_worker.batch import Chunk
@@ -28,10 +29,14 @@ class SequenceError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class StepInputs:
-    """N rows; sample_rows names those whose logits are wanted, in the order of `sample_chunks` (chunk numbers)."""
+    """N rows, filled up with tokens 0 at position 0 that no result or cache row comes from: padding, for products.
 
-    token_ids: torch.Tensor  # int64 [N]
-    positions: torch.Tensor  # int64 [N]
+    sample_rows names the rows whose logits are wanted, in the order of `sample_chunks` (numbers of chunks).
+    """
+
+    num_rows: int  # N
+    token_ids: torch.Tensor  # int64 [N and padding]
+    positions: torch.Tensor  # int64 [N and padding]
     kv_rows: torch.Tensor  # int64 [N * Hkv], see kernels/kv_write.py
     started_blocks: torch.Tensor  # int64
     plans: tuple[TilePlan, ...]  # their rows, one after the other, are the N rows
@@ -54,14 +59,20 @@ def build_step_inputs(chunks: Seq[Chunk], geometry: Geometry) -> StepInputs:
     slots = np.concatenate([_slots(s, p, geometry) for s, p in zip(spans, positions, strict=True)])
     sampled = [(span, i) for span, i in zip(spans, order, strict=True) if chunks[i].sample]
     return StepInputs(
-        token_ids=torch.from_numpy(np.concatenate(ids)),
-        positions=torch.from_numpy(np.concatenate(positions)),
+        num_rows=first_row,
+        token_ids=_padded(ids, first_row),
+        positions=_padded(positions, first_row),
         kv_rows=torch.from_numpy(_kv_rows(slots, geometry)),
         started_blocks=torch.from_numpy(slots[slots % geometry.block_size == 0] // geometry.block_size),
         plans=tuple(plan_attention(spans, geometry)),
         sample_rows=torch.tensor([s.first_row + s.num_rows - 1 for s, _ in sampled], dtype=torch.int64),
         sample_chunks=tuple(i for _, i in sampled),
     )
+
+
+def _padded(parts: list[Index], num_rows: int) -> torch.Tensor:
+    padding = np.zeros(padded_rows(num_rows) - num_rows, dtype=np.int64)
+    return torch.from_numpy(np.concatenate([*parts, padding]))
 
 
 def check_chunk(chunk: Chunk, geometry: Geometry) -> None:

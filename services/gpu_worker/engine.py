@@ -1,0 +1,147 @@
+"""The engine on torch and CPU: a step's chunks in, sampled tokens out. Synchronous, in whatever thread calls it.
+
+Owns the model and the KV pool's bytes. Knows no Redis, no scheduling, and nothing of who owns which block. P2 holds
+because every op's rows are independent (see `kernels/`) and sampling looks at one row at a time.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence as Seq
+from pathlib import Path
+
+import torch
+
+from kernels.paged_attention import TILE, shapes_agree
+from services.gpu_worker.attention_plan import PREFILL_GROUP_ROWS, Geometry
+from services.gpu_worker.batch import Chunk, EngineInfo, SampledToken
+from services.gpu_worker.kv_pool import KVPool, cache_dtype, num_blocks_for
+from services.gpu_worker.model.config import ConfigError, ModelConfig
+from services.gpu_worker.model.decoder import Decoder
+from services.gpu_worker.sampler import Draw, sample
+from services.gpu_worker.step_inputs import SequenceError, build_step_inputs
+from services.gpu_worker.variant import kernel_variant
+from services.gpu_worker.weights.loader import Progress, load_weights, open_source
+
+log = logging.getLogger(__name__)
+
+_USEFUL_CONTEXTS = 256  # full contexts that the default pool holds at most
+
+
+class TorchEngine:
+    """Build one with `load`. `step` may be repeated: after an exception nothing but unused KV slots has changed."""
+
+    def __init__(self, decoder: Decoder, pool: KVPool, geometry: Geometry, info: EngineInfo) -> None:
+        self.info = info
+        self._decoder = decoder
+        self._pool = pool
+        self._geometry = geometry
+
+    @classmethod
+    def load(
+        cls,
+        model: Path,
+        *,
+        kv_cache_bytes: int | None = None,
+        block_size: int = 16,
+        max_model_len: int | None = None,
+        dtype: str = "auto",
+        kv_cache_dtype: str = "auto",
+        num_threads: int | None = None,
+        progress: Progress | None = None,
+    ) -> TorchEngine:
+        """Seconds to minutes. ValueError (ConfigError, WeightsError, GGUFError) if the model cannot be served as asked.
+
+        num_threads sets torch's for the whole process. progress is told (elements read, elements in all).
+        """
+        if dtype not in ("auto", "float32"):
+            raise ConfigError(f"dtype: {dtype!r} is not supported on CPU (known: auto, float32)")
+        if block_size < 1 or TILE % block_size:
+            raise ConfigError(f"block_size: {block_size} does not divide {TILE}")
+        kv_dtype = cache_dtype(kv_cache_dtype)
+        if num_threads is not None:
+            torch.set_num_threads(num_threads)
+        source = open_source(model)
+        config = source.config
+        length = context_length(config, max_model_len)
+        block_bytes = 2 * config.num_layers * config.num_kv_heads * config.head_dim * block_size * kv_dtype.itemsize
+        num_blocks = num_blocks_for(kv_cache_bytes, block_bytes, _USEFUL_CONTEXTS * -(-length // block_size))
+        with torch.inference_mode():
+            decoder = Decoder(config, load_weights(source, progress), length)
+            pool = KVPool(
+                num_blocks=num_blocks,
+                block_size=block_size,
+                num_layers=config.num_layers,
+                num_kv_heads=config.num_kv_heads,
+                head_dim=config.head_dim,
+                dtype=kv_dtype,
+            )
+            variant = kernel_variant(source.identity, block_size=block_size, dtype="float32", kv_dtype=kv_dtype)
+            geometry = _geometry(config, num_blocks, block_size, length)
+        info = EngineInfo(variant, config.vocab_size, length, block_size, num_blocks, "cpu")
+        return cls(decoder, pool, geometry, info)
+
+    def step(self, chunks: Seq[Chunk]) -> list[SampledToken | None]:
+        """As `Engine.step`. SequenceError, before anything is computed, for a chunk that cannot be; and after, for a
+        sequence whose logits are not finite. ValueError for parameters that `sampler.validate` refuses."""
+        results: list[SampledToken | None] = [None] * len(chunks)
+        if not chunks:
+            return results
+        with torch.inference_mode():
+            inputs = build_step_inputs(chunks, self._geometry)
+            logits = self._decoder.forward(inputs, self._pool)
+            sampled = [chunks[i] for i in inputs.sample_chunks]
+            _check_finite(logits, sampled)
+            tokens = sample(logits, [_draw(chunk) for chunk in sampled])
+        for i, token in zip(inputs.sample_chunks, tokens, strict=True):
+            results[i] = token
+        return results
+
+
+def context_length(config: ModelConfig, asked: int | None) -> int:
+    """The context to serve: what is asked for, else all the model has. ConfigError if it has less."""
+    window = config.sliding_window
+    if asked is None:
+        if window is not None and window < config.max_position_embeddings:
+            log.warning("sliding-window attention is not supported: the context is cut to the window of %d", window)
+            return window
+        return config.max_position_embeddings
+    if not 1 <= asked <= config.max_position_embeddings:
+        raise ConfigError(f"max_model_len: {asked}, but the model's context is {config.max_position_embeddings}")
+    if window is not None and asked > window:
+        raise ConfigError(
+            f"sliding_window: {window} is not supported with max_model_len {asked}; give at most {window}"
+        )
+    return asked
+
+
+def _geometry(config: ModelConfig, num_blocks: int, block_size: int, max_model_len: int) -> Geometry:
+    def of(decode_group_rows: int) -> Geometry:
+        return Geometry(
+            num_blocks=num_blocks,
+            block_size=block_size,
+            num_heads=config.num_heads,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            vocab_size=config.vocab_size,
+            max_model_len=max_model_len,
+            decode_group_rows=decode_group_rows,
+        )
+
+    geometry = of(1)
+    sizes = tuple(geometry.padded_group_rows(rows) for rows in (1, PREFILL_GROUP_ROWS))
+    return geometry if shapes_agree(sizes, config.head_dim) else of(PREFILL_GROUP_ROWS)
+
+
+def _draw(chunk: Chunk) -> Draw:
+    seq, end = chunk.seq, chunk.start + chunk.count
+    token_ids = seq.token_ids if end == len(seq.token_ids) else seq.token_ids[:end]
+    return Draw(seq.params, seq.choice, token_ids, seq.num_prompt_tokens)
+
+
+def _check_finite(logits: torch.Tensor, chunks: Seq[Chunk]) -> None:
+    if not chunks:
+        return
+    finite = logits.amax(-1).isfinite()  # a NaN anywhere in a row is its maximum
+    if not finite.all():
+        raise SequenceError(chunks[int(finite.logical_not().nonzero()[0])].seq.sid, "its logits are not finite")

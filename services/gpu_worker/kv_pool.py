@@ -1,0 +1,71 @@
+"""The bytes of the paged KV cache. Which block belongs to whom is the cache store's to know, not this file's."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+LAYOUT = "block-head-slot-dim"  # part of the kernel variant: what a block's bytes mean
+DEFAULT_MOST_BYTES = 4 << 30
+DTYPES = {"float32": torch.float32, "float16": torch.float16}
+
+
+@dataclass(frozen=True, slots=True)
+class LayerCache:
+    """K and V of one layer, each [num_blocks + 1, Hkv, block_size, D]; the last block is never written."""
+
+    k: torch.Tensor
+    v: torch.Tensor
+
+
+class KVPool:
+    """One cache a layer. The extra block stands in, as zeros, for blocks that a short sequence does not have."""
+
+    def __init__(
+        self, *, num_blocks: int, block_size: int, num_layers: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype
+    ) -> None:
+        self.num_blocks = num_blocks
+        shape = (num_blocks + 1, num_kv_heads, block_size, head_dim)
+        # Zeros come from the system as pages that cost nothing until written, so a large pool starts small.
+        self.layers = tuple(
+            LayerCache(torch.zeros(shape, dtype=dtype), torch.zeros(shape, dtype=dtype)) for _ in range(num_layers)
+        )
+
+
+def cache_dtype(name: str) -> torch.dtype:
+    """auto is float32 on CPU: torch computes on it directly, and float16 would be converted at every read."""
+    if name != "auto" and name not in DTYPES:
+        raise ValueError(f"kv_cache_dtype: {name!r} is not supported (known: auto, {', '.join(DTYPES)})")
+    return DTYPES.get(name, torch.float32)
+
+
+def num_blocks_for(kv_cache_bytes: int | None, block_bytes: int, most_useful: int) -> int:
+    """How many blocks to hold: as many as kv_cache_bytes buys, or by default up to most_useful of them in a quarter
+    of the memory that is available now, at most 4 GiB. ValueError if that is not one."""
+    if kv_cache_bytes is None:
+        budget = min(DEFAULT_MOST_BYTES, available_bytes() // 4)
+        num_blocks = min(budget // block_bytes, most_useful)
+    else:
+        num_blocks = kv_cache_bytes // block_bytes
+    if num_blocks < 1:
+        raise ValueError(f"kv_cache_bytes: not one block of {block_bytes} bytes fits")
+    return num_blocks
+
+
+def available_bytes() -> int:
+    """Memory that can be had now: of the system, or of the container where that is less."""
+    with open("/proc/meminfo", encoding="ascii") as file:
+        fields = dict(line.split(":", 1) for line in file)
+    available = int(fields["MemAvailable"].split()[0]) * 1024
+    limit, used = (_cgroup_value(name) for name in ("memory.max", "memory.current"))
+    return available if limit is None or used is None else min(available, max(0, limit - used))
+
+
+def _cgroup_value(name: str) -> int | None:
+    """A number of the cgroup (version 2) we run in; None where there is none or no limit."""
+    try:
+        return int((Path("/sys/fs/cgroup") / name).read_text(encoding="ascii"))
+    except (OSError, ValueError):
+        return None

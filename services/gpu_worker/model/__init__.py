@@ -1,0 +1,1 @@
+"""The decoder as data: configuration, architectures, and one forward pass for all of them."""

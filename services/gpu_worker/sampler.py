@@ -1,0 +1,184 @@
+"""From a row of logits to a token: controls in a fixed order, then the argmax, of the logits or of logits plus noise.
+
+Order: logit bias, bans (min_tokens), penalties, temperature, top-k, top-p, min-p, draw. The draw is Gumbel-max: the
+noise of a token is a function of (seed, choice, position, token id), so that nothing about the batch, and no history
+but the sequence's own tokens, can change what is drawn. Ties go to the lowest id everywhere. Sums over the vocabulary
+run in one order whatever the batch or the number of threads. Log-probabilities are of the unmodified logits.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+import torch
+
+from kernels.gumbel import gumbel_noise, gumbel_noise_at
+from services.gpu_worker.batch import SampledToken
+from shared.protocol import SamplingParams
+
+GREEDY_BELOW = 1e-5  # a lower temperature is 0
+LOGPROB_FLOOR = -9999.0  # JSON has no infinity
+_FIRST_CANDIDATES = 1024  # of top-p: nearly always enough, and far cheaper than sorting the vocabulary
+_SUM_ROW = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Draw:
+    """What one row is drawn for. token_ids: prompt and output so far, of which the first num_prompt are prompt."""
+
+    params: SamplingParams
+    choice: int
+    token_ids: Seq[int]
+    num_prompt: int
+
+    @property
+    def position(self) -> int:
+        return len(self.token_ids) - self.num_prompt
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.params.temperature < GREEDY_BELOW
+
+    @property
+    def is_plain(self) -> bool:
+        """The token is the argmax of the logits as they are, and nobody asks for log-probabilities."""
+        return self.is_greedy and self.params.logprobs is None and not self._changes_logits
+
+    @property
+    def _changes_logits(self) -> bool:
+        p = self.params
+        return bool(
+            p.logit_bias
+            or (p.stop_token_ids and self.position < p.min_tokens)
+            or p.repetition_penalty != 1.0
+            or (self.position and (p.frequency_penalty or p.presence_penalty))
+        )
+
+
+def validate(params: SamplingParams, vocab_size: int) -> str | None:
+    """Why these parameters cannot be used with a vocabulary of this size, naming the field; None if they can."""
+    for token_id, bias in params.logit_bias.items():
+        if not 0 <= token_id < vocab_size:
+            return f"logit_bias: token id {token_id} is outside the vocabulary of {vocab_size}"
+        if not math.isfinite(bias):
+            return f"logit_bias: the value of token id {token_id} is not finite"
+    for token_id in params.stop_token_ids:
+        if not 0 <= token_id < vocab_size:
+            return f"stop_token_ids: {token_id} is outside the vocabulary of {vocab_size}"
+    return None
+
+
+def sample(logits: torch.Tensor, draws: Seq[Draw]) -> list[SampledToken]:
+    """One token a row of logits (float32 [S, V], without NaN). Does not modify them; ValueError as `validate`."""
+    if not draws:
+        return []
+    if all(draw.is_plain for draw in draws):
+        return [SampledToken(token_id) for token_id in logits.argmax(-1).tolist()]
+    return [_sample_row(row, draw) for row, draw in zip(logits, draws, strict=True)]
+
+
+def _sample_row(row: torch.Tensor, draw: Draw) -> SampledToken:
+    reason = validate(draw.params, row.numel())
+    if reason is not None:
+        raise ValueError(reason)
+    changed = apply_controls(row, draw)
+    token_id = int(changed.argmax()) if draw.is_greedy else draw_token(changed, draw)
+    if draw.params.logprobs is None:
+        return SampledToken(token_id)
+    return with_logprobs(row, token_id, draw.params.logprobs)
+
+
+def apply_controls(row: torch.Tensor, draw: Draw) -> torch.Tensor:
+    """The logits after bias, bans and penalties; the row itself where nothing changes."""
+    params = draw.params
+    if not draw._changes_logits:
+        return row
+    row = row.clone()
+    if params.logit_bias:
+        row[list(params.logit_bias)] += torch.tensor(list(params.logit_bias.values()), dtype=torch.float32)
+    banned = set(params.stop_token_ids) if draw.position < params.min_tokens else set()
+    if banned and len(banned) < row.numel():  # with every token banned there would be nothing to draw
+        row[sorted(banned)] = -torch.inf
+    if params.repetition_penalty != 1.0:
+        seen = torch.tensor(sorted(set(draw.token_ids)))
+        values, penalty = row[seen], params.repetition_penalty
+        row[seen] = torch.where(values > 0, values / penalty, values * penalty)
+    if draw.position and (params.frequency_penalty or params.presence_penalty):
+        times = Counter(draw.token_ids[draw.num_prompt :])
+        output, counts = list(times), torch.tensor(list(times.values()), dtype=torch.float32)
+        row[output] = row[output] - counts * params.frequency_penalty - params.presence_penalty
+    return row
+
+
+def draw_token(row: torch.Tensor, draw: Draw) -> int:
+    """Gumbel-max over what the filters leave of the row."""
+    params = draw.params
+    scaled = (row - row.max()) / params.temperature
+    kept = filtered_ids(scaled, params)
+    if kept is None:
+        noise = gumbel_noise(params.seed, draw.choice, draw.position, row.numel())
+        return int((scaled + noise).argmax())
+    noise = gumbel_noise_at(params.seed, draw.choice, draw.position, kept)
+    return int(kept[(scaled[kept] + noise).argmax()])
+
+
+def filtered_ids(scaled: torch.Tensor, params: SamplingParams) -> torch.Tensor | None:
+    """Token ids that top-k, top-p and min-p leave, ascending; None for all. scaled: the largest is 0."""
+    kept: torch.Tensor | None = None
+    if 0 < params.top_k < scaled.numel():
+        kept = top_ids(scaled, params.top_k)
+    if params.top_p < 1.0:
+        kept = _nucleus(scaled, kept, params.top_p)
+    if params.min_p > 0.0:
+        likely = scaled >= math.log(params.min_p)
+        kept = likely.nonzero().flatten() if kept is None else kept[likely[kept]]
+    return None if kept is None else kept.sort().values
+
+
+def top_ids(row: torch.Tensor, count: int) -> torch.Tensor:
+    """The ids of the count largest values, best first, equal ones by id; so which of several equal ones is defined."""
+    threshold = row.topk(count).values[-1]
+    above = (row > threshold).nonzero().flatten()
+    equal = (row == threshold).nonzero().flatten()[: count - above.numel()]
+    ids = torch.cat((above, equal))
+    return ids[row[ids].argsort(descending=True, stable=True)]
+
+
+def _nucleus(scaled: torch.Tensor, candidates: torch.Tensor | None, top_p: float) -> torch.Tensor:
+    """Of the candidates (best first; None: all), the fewest whose probabilities, from the best on, reach top_p."""
+    weights = scaled.exp().double()
+    if candidates is not None:
+        reached = weights[candidates].cumsum(0)
+        return candidates[: _prefix(reached, top_p * float(reached[-1]))]
+    wanted = top_p * float(ordered_sum(weights))
+    candidates = top_ids(scaled, min(_FIRST_CANDIDATES, scaled.numel()))
+    reached = weights[candidates].cumsum(0)
+    if reached[-1] < wanted:
+        candidates = scaled.argsort(descending=True, stable=True)
+        reached = weights[candidates].cumsum(0)
+    return candidates[: _prefix(reached, wanted)]
+
+
+def _prefix(reached: torch.Tensor, wanted: float) -> int:
+    """How many come before the sum has reached what is wanted, and the one that reaches it."""
+    return int((reached < wanted).sum()) + 1
+
+
+def ordered_sum(values: torch.Tensor) -> torch.Tensor:
+    """The sum of a float64 vector, in an order that depends on its length alone (torch's depends on its threads)."""
+    missing = -values.numel() % _SUM_ROW
+    rows = torch.nn.functional.pad(values, (0, missing)).view(-1, _SUM_ROW).sum(-1)
+    return rows.cumsum(0)[-1]
+
+
+def with_logprobs(row: torch.Tensor, token_id: int, num_top: int) -> SampledToken:
+    """The token with its log-probability and the num_top best alternatives, under the unmodified logits."""
+    largest = row.max()
+    log_sum = float(largest) + math.log(float(ordered_sum((row - largest).exp().double())))
+    ids = top_ids(row, min(num_top, row.numel())).tolist() if num_top else []
+    logits = row[[token_id, *ids]].double().tolist()
+    logprobs = [max(LOGPROB_FLOOR, value - log_sum) for value in logits]
+    return SampledToken(token_id, logprobs[0], tuple(zip(ids, logprobs[1:], strict=True)))

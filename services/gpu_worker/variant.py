@@ -1,0 +1,42 @@
+"""The kernel variant: a name that two workers share only if they compute the same numbers (DESIGN, P2).
+
+It hashes what the numbers follow from: the weights, the KV cache's layout and types, torch and its instruction set,
+and, since libraries choose code by processor too, the very bits of a few products and functions on fixed inputs.
+The tokenizer is not part of it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+
+import torch
+
+from kernels.matmul_dense import DensePacker, matmul_dense
+from kernels.rms_norm import rms_norm
+from kernels.silu_mul import silu_mul
+from services.gpu_worker.kv_pool import LAYOUT
+
+
+def kernel_variant(identity: str, *, block_size: int, dtype: str, kv_dtype: torch.dtype) -> str:
+    isa = f"cpu-torch-{torch.backends.cpu.get_cpu_capability().lower()}"
+    digest = hashlib.sha256()
+    for part in (identity, isa, torch.__version__, dtype, str(kv_dtype), LAYOUT, str(block_size)):
+        digest.update(part.encode() + b"\0")
+    for numbers in _probe():
+        digest.update(numbers.numpy().tobytes())
+    return f"{isa}-{digest.hexdigest()[:32]}"
+
+
+def _probe() -> Iterator[torch.Tensor]:
+    x, w = _numbers(8, 1536), _numbers(64, 1536)
+    yield matmul_dense(x, DensePacker().pack(w))
+    yield torch.bmm(x.view(8, 24, 64), w.view(-1, 64)[:512].view(8, 64, 64))
+    yield rms_norm(x, w[0], 1e-5)
+    yield silu_mul(x * 8.0)
+
+
+def _numbers(rows: int, columns: int) -> torch.Tensor:
+    """The same on every machine: a multiplicative sequence between -1 and 1."""
+    index = torch.arange(1, rows * columns + 1, dtype=torch.int64)
+    return ((index * 2654435761 % 65536).float() / 32768.0 - 1.0).view(rows, columns)

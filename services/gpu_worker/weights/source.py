@@ -1,0 +1,48 @@
+"""What a file of weights must offer the loader, whatever its format. *Pure.*
+
+Tensors go by their Hugging Face names, in Hugging Face order of rows, and are read as float32.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from services.gpu_worker.model.config import ModelConfig
+
+CHUNK_BYTES = 32 << 20  # of float32 converted at a time
+_NUM_SAMPLES = 64
+_SAMPLE_BYTES = 4096
+
+
+class WeightsError(ValueError):
+    """The weights cannot be used; the message names the file or tensor."""
+
+
+class WeightSource(Protocol):
+    config: ModelConfig
+    shapes: dict[str, tuple[int, ...]]
+    identity: str  # equal for equal weights, see `file_identity`
+
+    def read_into(self, name: str, out: torch.Tensor) -> None:
+        """Fill out (float32, of the tensor's shape) with the tensor."""
+        ...
+
+
+def file_identity(path: Path, header_bytes: int) -> bytes:
+    """A hash of the file's size, its first header_bytes and samples spread over the rest.
+
+    Two fine-tunes of one model share header and size, so the samples tell them apart; reading all of a large file
+    would cost more than loading it.
+    """
+    size = path.stat().st_size
+    digest = hashlib.sha256(size.to_bytes(8, "little"))
+    with open(path, "rb") as file:
+        digest.update(file.read(header_bytes))
+        for i in range(_NUM_SAMPLES):
+            file.seek(header_bytes + (size - header_bytes) * i // _NUM_SAMPLES)
+            digest.update(file.read(_SAMPLE_BYTES))
+    return digest.digest()
