@@ -1,0 +1,119 @@
+"""From a request's records and an `Admit` to a sequence that can run, or to why it cannot. *Pure.*
+
+The service reads the records before the plan change is applied; whatever is wrong with them ends this sequence alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+from services.gpu_worker.batch import EngineInfo, Sequence
+from services.gpu_worker.block_map import BlockMap
+from services.gpu_worker.commits import TokenLogprob
+from services.gpu_worker.seals import SealedBlocks
+from shared.protocol import Admit, ProtocolError, SamplingParams, TokenChunk, split_sequence_id
+from shared.records import RequestRecord, SequenceRecord
+
+Validate = Callable[[SamplingParams, int], str | None]  # (parameters, vocabulary size) -> what is wrong with them
+
+
+@dataclass(frozen=True, slots=True)
+class Admission:
+    """What the records say. output_ids: those in the durable log; logprobs: theirs, where the request asked."""
+
+    params: SamplingParams
+    prompt_ids: list[int]
+    salt: bytes
+    output_ids: list[int]
+    logprobs: list[TokenLogprob] | None
+
+
+@dataclass(frozen=True, slots=True)
+class NotRunnable:
+    """There is nothing to run: this place is not current any more (stale), or the records are unreadable (error)."""
+
+    reason: str
+
+
+def read_admission(
+    admit: Admit, worker: str, request: RequestRecord | None, record: SequenceRecord | None, log: Seq[TokenChunk]
+) -> Admission | NotRunnable:
+    """ProtocolError when the records contradict each other.
+
+    The log may be read before or after the record: if the record has the admitted epoch, nobody but this worker could
+    have appended since.
+    """
+    if request is None or record is None:
+        return NotRunnable("stale")
+    if record.state != "placed" or record.epoch != admit.epoch or record.worker != worker:
+        return NotRunnable("stale")
+    params = request.spec.sampling
+    output_ids: list[int] = []
+    logprobs: list[TokenLogprob] | None = None if params.logprobs is None else []
+    for chunk in log:
+        if chunk.first != len(output_ids):
+            raise ProtocolError(f"the log of {admit.sid} has a gap at {len(output_ids)}")
+        output_ids += chunk.ids
+        if logprobs is not None:
+            if chunk.logprobs is None:
+                raise ProtocolError(f"the log of {admit.sid} lacks log-probabilities at {chunk.first}")
+            logprobs += chunk.logprobs
+    return Admission(params, request.prompt_ids, request.spec.salt, output_ids, logprobs)
+
+
+def sequence_of(admit: Admit, admission: Admission) -> Sequence:
+    """The sequence as it starts here; its blocks and cached prefix are for the running set to check."""
+    num_prompt_tokens = len(admission.prompt_ids)
+    return Sequence(
+        sid=admit.sid, epoch=admit.epoch, choice=split_sequence_id(admit.sid)[1], params=admission.params,
+        num_prompt_tokens=num_prompt_tokens, token_ids=admission.prompt_ids + admission.output_ids,
+        block_ids=list(admit.block_ids), num_computed=admit.cached_length, salt=admission.salt, alone=admit.alone,
+        cached_tokens=min(admit.cached_length, num_prompt_tokens - 1), num_committed=len(admission.output_ids),
+    )  # fmt: skip
+
+
+def whats_wrong(seq: Sequence, info: EngineInfo, validate: Validate) -> str:
+    """Why no worker of this kind can run it, for the client; empty if this one can."""
+    if seq.num_prompt_tokens < 1:
+        return "prompt: empty"
+    if seq.num_prompt_tokens >= info.max_model_len:
+        return f"prompt: {seq.num_prompt_tokens} tokens and one more exceed the context of {info.max_model_len}"
+    if max(seq.token_ids) >= info.vocab_size:
+        return f"prompt: a token id is outside the vocabulary of {info.vocab_size}"
+    return validate(seq.params, info.vocab_size) or ""
+
+
+def why_refused(admit: Admit, seq: Sequence, pool_term: int, blocks: BlockMap, sealed: SealedBlocks) -> str:
+    """Why its blocks cannot be given to it here and now, for the log; empty if they can.
+
+    A cached prefix must be sealed under the keys of these very tokens; every other block must be free.
+    """
+    size, cached = sealed.block_size, admit.cached_length
+    num_cached = cached // size
+    if admit.pool_term < pool_term:
+        return f"pool term {admit.pool_term} is over, it is {pool_term} now"
+    if len(set(seq.block_ids)) < len(seq.block_ids) or len(seq.block_ids) * size < seq.num_prompt_tokens:
+        return "its blocks do not hold the prompt"
+    if cached % size or not 0 <= cached < len(seq.token_ids) or num_cached > len(seq.block_ids):
+        return f"a cached prefix of {cached} tokens cannot be"
+    if not all(map(blocks.is_free, seq.block_ids[num_cached:])):
+        return "a block to write is another's"
+    held = [sealed.key_of(b) for b in seq.block_ids[:num_cached]]
+    if held != sealed.prefix_keys(seq, num_cached) or blocks.spares.intersection(seq.block_ids):
+        return "the cached prefix is not in these blocks"
+    return ""
+
+
+def finish_reason(seq: Sequence, max_model_len: int) -> str:
+    """Why the sequence is over after its last token, or "" if it goes on.
+
+    A stop token counts from position min_tokens on, and even where it is also the last token allowed.
+    """
+    position = seq.num_output_tokens - 1
+    if position >= 0 and position >= seq.params.min_tokens and seq.token_ids[-1] in seq.params.stop_token_ids:
+        return "stop"
+    if seq.num_output_tokens >= seq.params.max_tokens or len(seq.token_ids) >= max_model_len:
+        return "length"
+    return ""

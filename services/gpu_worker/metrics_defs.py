@@ -1,0 +1,71 @@
+"""The worker's metrics, all of them."""
+
+from __future__ import annotations
+
+import time
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+from services.gpu_worker.engine_thread import EngineLoop
+
+SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
+
+
+class WorkerMetrics:
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self.step_seconds = self._histogram("headrace_step_seconds", "Duration of the engine's steps")
+        self.commit_seconds = self._histogram("headrace_commit_seconds", "Round trips of commits")
+        self._running = Gauge("headrace_num_sequences_running", "Sequences that it runs", registry=self.registry)
+        self._starved = Gauge("headrace_num_sequences_starved", "Those that lack a block", registry=self.registry)
+        self._speed = Gauge("headrace_tokens_per_second", "Tokens drawn while it steps", registry=self.registry)
+        self._blocks = Gauge("headrace_worker_kv_blocks", "Blocks of its pool", ["state"], registry=self.registry)
+        self._totals = {
+            name: Counter(f"headrace_{name}", text, registry=self.registry)
+            for name, text in (
+                ("steps", "Steps of the engine"),
+                ("generation_tokens", "Tokens drawn"),
+                ("prefill_tokens", "Tokens computed without being drawn from, and last prompt tokens"),
+                ("cached_prompt_tokens", "Prompt tokens that need no computing"),
+                ("process_cpu_seconds", "CPU time of the process"),
+            )
+        }
+        self._events = Counter(
+            "headrace_worker_events", "Ends by reason, and what was fenced or refused", ["event"],
+            registry=self.registry,
+        )  # fmt: skip
+        self._seen: dict[str, float] = {}
+
+    def _histogram(self, name: str, text: str) -> Histogram:
+        return Histogram(name, text, buckets=SECONDS, registry=self.registry)
+
+    def observe(self, loop: EngineLoop) -> None:
+        with loop.lock:
+            running = loop.running
+            counts = dict(running.counts)
+            totals: dict[str, float] = {
+                "steps": loop.num_steps,
+                "generation_tokens": loop.num_drawn,
+                "prefill_tokens": loop.num_prefilled,
+                "cached_prompt_tokens": counts.pop("cached_tokens", 0),
+            }
+            self._running.set(len(running.sequences))
+            self._starved.set(len(running.starved))
+            states = {
+                "total": running.info.num_blocks,
+                "held": running.blocks.num_held,
+                "spare": len(running.blocks.spares),
+                "sealed": len(running.sealed),
+            }
+        for state, number in states.items():
+            self._blocks.labels(state).set(number)
+        self._speed.set(loop.cost.tokens_per_second)
+        for name, total in {**totals, "process_cpu_seconds": time.process_time()}.items():
+            self._totals[name].inc(self._new(name, total))
+        for event, count in counts.items():
+            self._events.labels(event).inc(self._new(f"event {event}", count))
+
+    def _new(self, name: str, total: float) -> float:
+        increment = total - self._seen.get(name, 0.0)
+        self._seen[name] = total
+        return max(0.0, increment)

@@ -1,0 +1,44 @@
+"""From an entry of the plan stream to a change that the running set can apply.
+
+Reads the records of an `Admit` from Redis, once; ends a sequence whose records cannot be read. Decides nothing else.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from services.gpu_worker.admission import Admission, NotRunnable, read_admission
+from services.gpu_worker.running_set import Change
+from shared.bus import Entry
+from shared.protocol import Admit, Outcome, ProtocolError, decode, split_sequence_id
+from shared.records import Records
+from shared.scripts import Scripts
+
+log = logging.getLogger(__name__)
+
+
+async def read_change(entry: Entry, worker: str, scripts: Scripts, records: Records) -> Change | None:
+    """None for what is no plan change. May be repeated."""
+    fields = entry.fields
+    if b"m" not in fields:
+        return None  # written by `join`
+    try:
+        message, kind, term = decode(fields[b"m"]), fields[b"k"].decode(), int(fields[b"t"])
+    except (KeyError, ValueError) as e:
+        log.error("a plan change is not ours, left out: %s", e)
+        return None
+    admission = await _read_records(message, worker, scripts, records) if isinstance(message, Admit) else None
+    return Change(kind, term, message, admission)
+
+
+async def _read_records(admit: Admit, worker: str, scripts: Scripts, records: Records) -> Admission | NotRunnable:
+    rid, _ = split_sequence_id(admit.sid)
+    try:
+        request, record = await records.request(rid), await records.sequence(admit.sid)
+        chunks = await records.log(admit.sid) if record is not None and record.num_tokens else []
+        return read_admission(admit, worker, request, record, chunks)
+    except ProtocolError as e:
+        log.error("the records of %s cannot be read: %s", admit.sid, e)
+        outcome = Outcome(reason="error", code="internal_error", message="the request's records cannot be read")
+        await scripts.finish(admit.sid, outcome, admit.epoch)
+        return NotRunnable("error")

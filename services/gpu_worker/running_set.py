@@ -1,0 +1,319 @@
+"""The worker's running set: which sequences it runs, in which blocks, and what others must be told. *Pure.*
+
+Single point of control for everything that plan changes and finished steps do to sequences. Changes are applied in the
+order of the plan stream, between steps. Refuses instead of raising: what a scheduler asks for may be out of date.
+- A change of a lower run term than the highest `TakeOver` is ignored, one of another epoch too. An `Admit` under an
+  older pool term is refused; other changes under it are ignored, since the scheduler asks for the whole running state
+  when a pool's term has changed.
+- No block gets two writers. A cached prefix must be sealed here under the keys of these very tokens; every other block
+  handed over must be free here. What a refused `Extend` or `Remap` was for ends as refused, for then the scheduler
+  and the worker disagree about its blocks, and a new place is the way to agree again.
+
+Knows no Redis, no clock and no engine. Not thread-safe: the engine loop's lock guards it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from typing import cast
+
+from services.gpu_worker.admission import (
+    Admission,
+    NotRunnable,
+    Validate,
+    finish_reason,
+    sequence_of,
+    whats_wrong,
+    why_refused,
+)
+from services.gpu_worker.batch import Chunk, EngineInfo, SampledToken, Sequence
+from services.gpu_worker.block_map import BlockMap
+from services.gpu_worker.commits import Ledger, Place
+from services.gpu_worker.composer import Budget, compose
+from services.gpu_worker.outbox import Outbox
+from services.gpu_worker.seals import SealedBlocks
+from shared.protocol import (
+    Admit,
+    Cancel,
+    Extend,
+    FinishReason,
+    ListInventory,
+    Message,
+    Outcome,
+    Preempt,
+    Reclaim,
+    Remap,
+    SetPolicy,
+    Taken,
+    TakeOver,
+)
+
+log = logging.getLogger(__name__)
+
+ENGINE_ERROR = "the engine failed on this request"
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """One entry of the plan stream. kind: run or pool; term: its sender's; admission comes with an `Admit`."""
+
+    kind: str
+    term: int
+    message: Message
+    admission: Admission | NotRunnable | None = None
+
+
+class RunningSet:
+    """capacity bounds what a policy may ask for. counts: events since the start of the process, for metrics."""
+
+    def __init__(
+        self, info: EngineInfo, capacity: Budget, validate: Validate, *, enable_prefix_caching: bool = True
+    ) -> None:
+        self.info = info
+        self.sequences: dict[str, Sequence] = {}  # in order of admission
+        self.blocks = BlockMap(info.num_blocks)
+        self.sealed = SealedBlocks(info.block_size, info.variant)
+        self.ledger = Ledger()
+        self.outbox = Outbox()
+        self.questions: list[TakeOver | ListInventory] = []  # to be answered, in order
+        self.counts: Counter[str] = Counter()
+        self.run_term = 0
+        self.pool_term = 0
+        self.budget = capacity
+        self.starved: frozenset[str] = frozenset()
+        self._capacity = capacity
+        self._validate = validate
+        self._seals_blocks = enable_prefix_caching
+        self._turn = 0
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.sequences or len(self.ledger))
+
+    def places(self) -> list[Place]:
+        """All that is placed here: running, or over and not yet in the log."""
+        return self.ledger.places()
+
+    def reset(self) -> None:
+        """A new life: nothing of the old one is valid but the bytes in sealed blocks."""
+        self.sequences.clear()
+        self.blocks.clear()
+        self.ledger.clear()
+        self.outbox.clear()
+        self.questions.clear()
+        self.run_term = self.pool_term = 0
+        self.budget = self._capacity
+        self.starved = frozenset()
+
+    # --- plan changes ------------------------------------------------------------------------------------------------
+
+    def apply(self, change: Change) -> None:
+        message = change.message
+        if change.kind == "pool":
+            if isinstance(message, ListInventory) and message.pool_term >= self.pool_term:
+                self.pool_term = message.pool_term
+                self.questions.append(message)
+            return
+        if change.term < self.run_term:
+            self.counts["fenced"] += 1
+            return
+        match message:
+            case TakeOver():
+                self.run_term = message.term
+                self.questions.append(message)
+            case Admit():
+                self._admit(message, change.admission)
+            case SetPolicy():
+                wanted = Budget(message.max_num_batched_tokens, message.max_num_seqs, message.prefill_chunk)
+                self.budget = wanted.within(self._capacity)
+            case Cancel() | Preempt():
+                self._stop(message)
+            case Extend() | Remap() | Reclaim():
+                if message.pool_term < self.pool_term:
+                    self.counts["fenced"] += 1
+                else:
+                    self._change_blocks(message)
+
+    def _admit(self, admit: Admit, admission: Admission | NotRunnable | None) -> None:
+        known = self.sequences.get(admit.sid)
+        if self.ledger.has(admit.sid, admit.epoch):
+            return  # a repeat, or overtaken
+        if known is not None:
+            self.ledger.drop(known.sid, known.epoch)
+            self._remove(known, "stale")
+        if not isinstance(admission, Admission):
+            self._note_end(admit.sid, admit.epoch, admission.reason if admission else "stale")
+            return
+        seq = sequence_of(admit, admission)
+        problem = whats_wrong(seq, self.info, self._validate)
+        reason = "" if problem else finish_reason(seq, self.info.max_model_len)
+        if problem or reason:  # over before it begins: holds nothing, says so through the log
+            self.ledger.open(seq, admission.logprobs)
+            self._conclude(seq, "error" if problem else reason, "invalid_request" if problem else "", problem)
+            return
+        refusal = why_refused(admit, seq, self.pool_term, self.blocks, self.sealed)
+        if refusal:
+            log.warning("%s refused: %s", admit.sid, refusal)
+            self._note_end(admit.sid, admit.epoch, "refused")
+            return
+        seq.num_sealed = admit.cached_length // self.info.block_size
+        seq.keys = self.sealed.prefix_keys(seq, seq.num_sealed)
+        self.sealed.forget(seq.block_ids[seq.num_sealed :])
+        self.blocks.hold(seq.sid, seq.block_ids)
+        self.sequences[seq.sid] = seq
+        self.ledger.open(seq, admission.logprobs)
+        self.counts["cached_tokens"] += seq.cached_tokens
+
+    def _stop(self, message: Cancel | Preempt) -> None:
+        seq = self._current(message.sid, message.epoch)
+        if seq is None:
+            return
+        if isinstance(message, Preempt):
+            self.ledger.close(seq, None)
+            self._remove(seq, "preempted")
+        else:
+            self.ledger.drop(seq.sid, seq.epoch)
+            self._remove(seq, "cancelled")
+
+    def _change_blocks(self, message: Extend | Remap | Reclaim) -> None:
+        if isinstance(message, Reclaim):
+            self.blocks.spares.difference_update(message.block_ids)
+            self.outbox.touch()  # those that are still listed, or taken, tell which came too late
+            return
+        if isinstance(message, Extend) and not message.sid:
+            self._grant(message)
+            return
+        seq = self._current(message.sid, message.epoch)
+        if seq is None:
+            return
+        if not (self._remap(seq, message) if isinstance(message, Remap) else self._extend(seq, message)):
+            log.warning("%s ends: %s cannot be applied to its blocks", seq.sid, message.TAG)
+            self.ledger.close(seq, None)
+            self._remove(seq, "refused")
+
+    def _grant(self, message: Extend) -> None:
+        for block_id in message.block_ids:
+            if self.blocks.is_free(block_id):
+                self.sealed.forget([block_id])
+                self.blocks.spares.add(block_id)
+            elif block_id not in self.blocks.spares:
+                self.counts["refused_spares"] += 1
+                log.warning("block %s of a spare grant is another's", block_id)
+
+    def _extend(self, seq: Sequence, message: Extend) -> bool:
+        new = [b for b in dict.fromkeys(message.block_ids) if b not in seq.block_ids]  # the rest is a repeat
+        if not all(map(self.blocks.is_free, new)):
+            return False
+        self.sealed.forget(new)
+        self.blocks.hold(seq.sid, new)
+        seq.block_ids += new
+        return True
+
+    def _remap(self, seq: Sequence, message: Remap) -> bool:
+        index, new = message.index, message.block_id
+        if not 0 <= index < seq.num_sealed or self.sealed.key_of(new) != seq.keys[index] or new in self.blocks.spares:
+            return False
+        old = seq.block_ids[index]
+        if old != new:
+            self.blocks.release(seq.sid, [old])
+            self.blocks.hold(seq.sid, [new])
+            seq.block_ids[index] = new
+        return True
+
+    # --- steps -------------------------------------------------------------------------------------------------------
+
+    def prepare(self, max_prefill_tokens: int) -> list[Chunk]:
+        """The next step; takes spare blocks for sequences that need one. Empty: nobody can go on."""
+        ready = [seq for seq in self.sequences.values() if self._has_slot(seq)]
+        starved = (
+            frozenset(self.sequences) - {s.sid for s in ready} if len(ready) < len(self.sequences) else frozenset()
+        )
+        if starved != self.starved:
+            self.starved = starved
+            self.outbox.touch()
+        if not ready:
+            return []
+        self._turn += 1
+        return compose(
+            ready, self.budget, block_size=self.info.block_size, max_prefill_tokens=max_prefill_tokens, turn=self._turn
+        )
+
+    def _has_slot(self, seq: Sequence) -> bool:
+        """For its next token to compute; takes a spare block where its own are full."""
+        if seq.num_computed < len(seq.block_ids) * self.info.block_size:
+            return True
+        block_id = self.blocks.take_spare()
+        if block_id is None:
+            return False
+        taken = Taken.model_construct(sid=seq.sid, epoch=seq.epoch, index=len(seq.block_ids), block_id=block_id)
+        self.blocks.hold(seq.sid, [block_id])
+        seq.block_ids.append(block_id)
+        self.outbox.took(taken)
+        return True
+
+    def advance(self, chunks: Seq[Chunk], sampled: Seq[SampledToken | None]) -> None:
+        """What a finished step has computed and drawn; sequences that have left meanwhile are passed over."""
+        for chunk, token in zip(chunks, sampled, strict=True):
+            seq = chunk.seq
+            if self.sequences.get(seq.sid) is not seq:
+                continue
+            assert seq.num_computed == chunk.start, (seq.sid, seq.num_computed, chunk.start)
+            seq.num_computed = chunk.start + chunk.count
+            if self._seals_blocks:
+                self.outbox.sealed(self.sealed.seal_computed(seq))
+            if token is None:
+                continue
+            seq.token_ids.append(token.token_id)
+            self.ledger.drew(seq, token)
+            reason = finish_reason(seq, self.info.max_model_len)
+            if reason:
+                self._conclude(seq, reason)
+
+    def fail(self, seq: Sequence) -> None:
+        """The engine cannot compute this one, even alone."""
+        if self.sequences.get(seq.sid) is seq:
+            self._conclude(seq, "error", "engine_error", ENGINE_ERROR)
+
+    # --- ends --------------------------------------------------------------------------------------------------------
+
+    def dropped(self, sid: str, epoch: int, reason: str) -> None:
+        """Redis says that this place is over; its account is gone already."""
+        seq = self._current(sid, epoch)
+        if seq is not None:
+            self._remove(seq, reason)
+
+    def release_all(self) -> list[Place]:
+        """The worker stops: what is drawn goes into the log, and others go on; who they are."""
+        places = [(seq.sid, seq.epoch) for seq in self.sequences.values()]
+        for seq in list(self.sequences.values()):
+            self.ledger.close(seq, None)
+            self._remove(seq, "preempted")
+        return places
+
+    def _conclude(self, seq: Sequence, reason: str, code: str = "", message: str = "") -> None:
+        """Ends a sequence with an outcome that goes through the log."""
+        seq.finish = reason
+        outcome = Outcome(
+            reason=cast(FinishReason, reason), num_tokens=seq.num_output_tokens, code=code, message=message
+        )
+        self.ledger.close(seq, outcome)
+        if self.sequences.get(seq.sid) is seq:
+            self._remove(seq, reason)
+        else:
+            self._note_end(seq.sid, seq.epoch, reason)
+
+    def _remove(self, seq: Sequence, reason: str) -> None:
+        del self.sequences[seq.sid]
+        self.blocks.release(seq.sid, seq.block_ids)
+        self._note_end(seq.sid, seq.epoch, reason)
+
+    def _note_end(self, sid: str, epoch: int, reason: str) -> None:
+        self.outbox.ended(sid, epoch, reason)
+        self.counts[f"ended_{reason}"] += 1
+
+    def _current(self, sid: str, epoch: int) -> Sequence | None:
+        seq = self.sequences.get(sid)
+        return seq if seq is not None and seq.epoch == epoch else None

@@ -1,0 +1,132 @@
+"""An engine without a model, for tests of everything around it: the next token is a function of the ids.
+
+What it draws, and the prompts that make it crash, hang or raise, are in `shared/scripted_vocab.py`. Instead of keys and
+values its pool keeps which tokens were written where, and after which prefix; every step checks that all earlier
+tokens of a sequence are where its block table says (`KVCorruption` if not), so a wrong table, a block with two
+writers or a false cache hit shows in any test that runs on it. Needs no torch.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import threading
+import time
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+from services.gpu_worker.batch import Chunk, EngineInfo, SampledToken, Sequence
+from shared import scripted_vocab as vocab
+from shared.protocol import SamplingParams
+
+CRASH_STATUS = 70
+
+
+class KVCorruption(Exception):
+    """The pool does not hold what the sequence's block table says."""
+
+
+class ScriptedFailure(Exception):
+    """The prompt asked for it."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Written:
+    """One block: the tokens in it, from its first slot on, and a hash of all tokens before the block."""
+
+    prefix: int
+    ids: list[int]
+
+
+def _hang() -> None:
+    threading.Event().wait()
+
+
+class ScriptedEngine:
+    """step_s: duration of a step; token_s: what each prompt token adds to it. crash_on, hang_on, raise_on: the same as
+    the markers with k = 0, for prompts that contain these bytes."""
+
+    def __init__(
+        self, *, num_blocks: int, block_size: int = 16, max_model_len: int = 4096, step_s: float = 0.0,
+        token_s: float = 0.0, crash_on: bytes = b"", hang_on: bytes = b"", raise_on: bytes = b"",
+        sleep: Callable[[float], None] = time.sleep, crash: Callable[[int], None] = os._exit,
+        hang: Callable[[], None] = _hang,
+    ) -> None:  # fmt: skip
+        self.info = EngineInfo(
+            variant="scripted", vocab_size=vocab.VOCAB_SIZE, max_model_len=max_model_len, block_size=block_size,
+            num_blocks=num_blocks, device="none",
+        )  # fmt: skip
+        self._step_s = step_s
+        self._token_s = token_s
+        self._sleep = sleep
+        self._faults: list[tuple[int, bytes, Callable[[], None]]] = [
+            (vocab.CRASH, crash_on, lambda: crash(CRASH_STATUS)),
+            (vocab.HANG, hang_on, hang),
+            (vocab.RAISE, raise_on, _raise),
+        ]
+        self._pool: dict[int, _Written] = {}
+
+    def step(self, chunks: Seq[Chunk]) -> list[SampledToken | None]:
+        seconds = self._step_s + self._token_s * sum(c.count for c in chunks if not (c.sample and c.count == 1))
+        if seconds > 0:
+            self._sleep(seconds)
+        for chunk in chunks:
+            self._write(chunk)
+        for chunk in chunks:
+            if chunk.sample:
+                self._meet_faults(chunk.seq)
+        return [self._draw(c.seq) if c.sample else None for c in chunks]
+
+    def _write(self, chunk: Chunk) -> None:
+        seq, size, end = chunk.seq, self.info.block_size, chunk.start + chunk.count
+        prefix = 0
+        for index in range(math.ceil(end / size)):
+            first = index * size
+            block_id, ids = seq.block_ids[index], seq.token_ids[first : min(first + size, end)]
+            if not 0 <= block_id < self.info.num_blocks:
+                raise KVCorruption(f"block {block_id} is not in the pool")
+            num_earlier = min(max(chunk.start - first, 0), size)
+            if num_earlier:
+                self._check(seq, index, prefix, ids[:num_earlier])
+            if num_earlier < len(ids):
+                self._pool[block_id] = _Written(prefix, ids)
+            prefix = hash((prefix, *ids))
+
+    def _check(self, seq: Sequence, index: int, prefix: int, ids: list[int]) -> None:
+        written = self._pool.get(seq.block_ids[index])
+        if written is None or written.prefix != prefix or written.ids[: len(ids)] != ids:
+            raise KVCorruption(f"block {seq.block_ids[index]} is not block {index} of {seq.sid}")
+
+    def _meet_faults(self, seq: Sequence) -> None:
+        for marker, text, act in self._faults:
+            at = vocab.marker_at(seq.token_ids, seq.num_prompt_tokens, marker)
+            if 0 <= at <= seq.num_output_tokens or (text and text in _prompt_bytes(seq)):
+                act()
+
+    def _draw(self, seq: Sequence) -> SampledToken:
+        params = seq.params
+        seed, choice = (params.seed, seq.choice) if params.temperature > 0 else (0, 0)
+        token = vocab.next_token(seq.token_ids, seq.num_prompt_tokens, seed, choice)
+        if params.logprobs is None:
+            return SampledToken(token)
+        rest = [(token + i) % vocab.VOCAB_SIZE for i in range(1, params.logprobs)]
+        ranked = [token, *rest][: params.logprobs]
+        return SampledToken(token, -0.5, tuple((t, -0.5 - rank) for rank, t in enumerate(ranked)))
+
+
+def validate(params: SamplingParams, vocab_size: int) -> str | None:
+    """What is wrong with the parameters, or None."""
+    if any(not 0 <= t < vocab_size for t in params.stop_token_ids):
+        return "stop_token_ids: outside the vocabulary"
+    if any(not 0 <= t < vocab_size for t in params.logit_bias):
+        return "logit_bias: outside the vocabulary"
+    return None
+
+
+def _raise() -> None:
+    raise ScriptedFailure("the prompt asked for it")
+
+
+def _prompt_bytes(seq: Sequence) -> bytes:
+    return bytes(t for t in seq.token_ids[: seq.num_prompt_tokens] if t < vocab.NUM_BYTES)

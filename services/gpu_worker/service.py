@@ -1,0 +1,315 @@
+"""The worker's shell: reads its plan, commits what the engine draws, keeps its lease, begins a new life when it must.
+
+Every method is one step that may be repeated, or lose its reply: nothing changes here before the reply has come, and
+what a step repeats is harmless. Decides nothing about sequences (`running_set`), nor when the engine or a step runs
+(`engine_thread`, `loops`); tests drive the steps one by one.
+
+A life is an incarnation. It ends when the lease has lapsed or the plan stream is not the one it was: then the running
+set is dropped, its sequences are handed back, and another life joins, which has nothing of the old one but the sealed
+blocks in the pool.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from services.gpu_worker.admission import Validate
+from services.gpu_worker.batch import Engine
+from services.gpu_worker.commits import Commit, Place
+from services.gpu_worker.composer import Budget
+from services.gpu_worker.engine_thread import EngineLoop
+from services.gpu_worker.metrics_defs import WorkerMetrics
+from services.gpu_worker.outbox import Carried
+from services.gpu_worker.pacing import REPORT_S
+from services.gpu_worker.plan_reader import read_change
+from services.gpu_worker.reports import report, running_state
+from services.gpu_worker.running_set import RunningSet
+from services.gpu_worker.seals import inventory_pages
+from shared import metrics
+from shared.bus import Entry, StreamReader
+from shared.leases import BUSY_LEASE_MS, IDLE_LEASE_MS, Lapsed, Membership, StreamLost, new_incarnation
+from shared.protocol import Inventory, Member, Report, RunningState, TakeOver, encode
+from shared.records import Records
+from shared.scripts import Scripts
+
+log = logging.getLogger(__name__)
+
+METRICS_S = 2.0
+HUNG_LOOKS = 3
+
+
+class EngineHung(Exception):
+    """A step does not end: only a new process helps."""
+
+
+@dataclass(eq=False)
+class Life:
+    """One incarnation, and what is known in it alone."""
+
+    membership: Membership
+    reader: StreamReader
+    joined: bool = False
+    entries: deque[Entry] = field(default_factory=deque)  # read from the plan, not yet handed to the engine
+    answers: deque[tuple[str, RunningState | Inventory]] = field(default_factory=deque)  # to be sent, with the stream
+    inbox: str = ""  # of the scheduler that has been told the running state, and so gets the reports
+    run_term: int = 0  # its term
+    reported_at: float = float("-inf")
+
+    @property
+    def worker(self) -> str:
+        return self.membership.incarnation
+
+
+class WorkerService:
+    """redis: for commands; `blocking` and `heartbeat` are clients of their own (see shared.bus)."""
+
+    def __init__(
+        self, redis: Any, model: str, engine: Engine, *, capacity: Budget, validate: Validate, name: str = "",
+        incarnation: str = "", enable_prefix_caching: bool = True, max_step_s: float = 0.1, blocking: Any = None,
+        heartbeat: Any = None, clock: Callable[[], float] = time.monotonic,
+    ) -> None:  # fmt: skip
+        self.redis = redis
+        self.scripts = Scripts(redis, model)
+        self.records = Records(redis, self.scripts.prefix)
+        self.metrics = WorkerMetrics()
+        self.running = RunningSet(engine.info, capacity, validate, enable_prefix_caching=enable_prefix_caching)
+        self.engine_loop = EngineLoop(
+            engine, self.running, max_step_s=max_step_s, clock=clock, on_step=self.metrics.step_seconds.observe
+        )
+        self.clock = clock
+        self.commit_s = 0.0  # round trip of the last commit
+        self.lease_is_short = False  # as far as is known: BUSY_LEASE_MS, since the last commit or refresh
+        self.lease_became_short = asyncio.Event()
+        self._blocking = blocking or redis
+        self._beat = Scripts(heartbeat or redis, model)
+        info = engine.info
+        self._member = Member(
+            kind="worker", incarnation="", name=name, max_model_len=info.max_model_len, num_blocks=info.num_blocks,
+            block_size=info.block_size, max_num_seqs=capacity.max_num_seqs, variant=info.variant, device=info.device,
+            max_num_batched_tokens=capacity.max_num_batched_tokens, vocab_size=info.vocab_size,
+        )  # fmt: skip
+        self.life = self._new_life(incarnation or new_incarnation("worker"))
+        self._ended_lives: deque[tuple[str, list[Place]]] = deque()  # to be wound up before the next one joins
+        self._joining = asyncio.Lock()
+        self._num_commits = 0  # begun
+        self._committing = False
+        self._num_hung_looks = 0
+        self._published_at = float("-inf")
+
+    @property
+    def incarnation(self) -> str:
+        return self.life.worker
+
+    # --- lives -------------------------------------------------------------------------------------------------------
+
+    def _new_life(self, incarnation: str) -> Life:
+        member = self._member.model_copy(update={"incarnation": incarnation})
+        plan = f"plan:{incarnation}"
+        # From the start of the stream, not from where `join` says: if its reply was lost, the scheduler may have
+        # written before it is repeated. Whatever is in there is for this life, which has just drawn its name.
+        reader = StreamReader(self._blocking, self.scripts.prefix, {plan: "0-0"})
+        return Life(Membership(self._beat, member, [plan]), reader)
+
+    async def start(self) -> None:
+        """Joins, unless it has; first hands back what lives that have ended left behind."""
+        async with self._joining:
+            while self._ended_lives:
+                worker, places = self._ended_lives[0]
+                await self._hand_back(places)
+                await self._beat.gone("worker", worker)
+                self._ended_lives.popleft()
+            life = self.life
+            if not life.joined:
+                await life.membership.join()
+                life.joined = True
+
+    async def _hand_back(self, places: list[Place]) -> None:
+        """Queues sequences again, without a strike: this process is alive, so they have killed nobody."""
+        for sid, epoch in places:
+            await self._beat.requeue(sid, epoch)
+
+    def _end(self, life: Life, why: str) -> None:
+        if life is not self.life:
+            return
+        with self.engine_loop.lock:
+            places = self.running.places()
+        self.engine_loop.reset()
+        self._ended_lives.append((life.worker, places))
+        self.life = self._new_life(new_incarnation("worker"))
+        log.warning("%s is over (%s), with %d sequences; %s begins", life.worker, why, len(places), self.incarnation)
+
+    async def leave(self) -> None:
+        """Ends this life in order: the last commit, sequences handed back, the lease dropped. The engine is stopped."""
+        with self.engine_loop.lock:
+            places = self.running.release_all()
+        life = self.life
+        while life is self.life and self.pending:
+            await self.flush()
+        await self._hand_back(places)
+        await life.membership.leave()
+
+    # --- the plan and the engine -------------------------------------------------------------------------------------
+
+    async def read_plan(self, block_ms: int) -> int:
+        """Hands new plan changes to the engine, in order; how many."""
+        await self.start()
+        life, num_changes = self.life, 0
+        if not life.entries:
+            life.entries += await life.reader.read(block_ms)
+        while life.entries and life is self.life:
+            change = await read_change(life.entries[0], life.worker, self.scripts, self.records)
+            if life is not self.life:
+                break
+            life.entries.popleft()
+            if change is not None:
+                self.engine_loop.submit(change)
+                num_changes += 1
+        return num_changes
+
+    def step(self) -> bool:
+        """One round of the engine, in this thread; False if there was nothing to do."""
+        return self.engine_loop.step_once()
+
+    def check_engine(self) -> None:
+        """Raises what ended the engine's thread."""
+        if self.engine_loop.failure is not None:
+            raise self.engine_loop.failure
+
+    def _check_step(self) -> None:
+        """Raises EngineHung if several looks in a row found the same: a process that was stopped and goes on again
+        sees much time pass in one step, and is well."""
+        self._num_hung_looks = self._num_hung_looks + 1 if self.engine_loop.hung else 0
+        if self._num_hung_looks >= HUNG_LOOKS:
+            raise EngineHung("the engine's step does not end")
+
+    # --- commits -----------------------------------------------------------------------------------------------------
+
+    @property
+    def urgent(self) -> bool:
+        """Is there something that waits for no interval: first tokens, ends, refusals, questions?"""
+        with self.engine_loop.lock:
+            running, life = self.running, self.life
+            return bool(
+                running.ledger.urgent or running.questions or life.answers or (life.inbox and running.outbox.urgent)
+            )
+
+    @property
+    def pending(self) -> bool:
+        """Are there tokens to commit, or is there something to report?"""
+        with self.engine_loop.lock:
+            return self.running.ledger.pending or bool(self.life.inbox and self.running.outbox)
+
+    @property
+    def has_sequences(self) -> bool:
+        return bool(self.running.sequences)
+
+    async def flush(self, urgent_only: bool = False) -> bool:
+        """One commit, with a report if one is due, then answers to take-overs and stores; True if nothing is left.
+
+        The commit comes first, so that what is drawn already counts before a scheduler looks who runs here.
+        """
+        await self.start()
+        life = self.life
+        complete = await self._commit(life, urgent_only)
+        await self._answer(life)
+        return complete and not urgent_only
+
+    async def _commit(self, life: Life, urgent_only: bool) -> bool:
+        """False if it was too small for everything there is to say."""
+        with self.engine_loop.lock:
+            commit = self.running.ledger.build(urgent_only)
+            carried, message = self._report(life, commit)
+        if not commit.entries and message is None:
+            return True
+        self._num_commits += 1
+        if not self.lease_is_short:
+            self.lease_is_short = True
+            self.lease_became_short.set()
+        started = self.clock()
+        self._committing = True
+        try:
+            answers = await self.scripts.commit(
+                life.worker, BUSY_LEASE_MS, life.inbox, encode(message) if message else b"", commit.entries
+            )
+        finally:
+            self._committing = False
+        self.commit_s = self.clock() - started
+        self.metrics.commit_seconds.observe(self.commit_s)
+        if life is not self.life:
+            return True
+        if answers is None:
+            self._end(life, "its lease has lapsed")
+            return True
+        life.membership.touched()
+        with self.engine_loop.lock:
+            for (sid, epoch), reason in self.running.ledger.apply(commit, answers):
+                self.running.dropped(sid, epoch, reason)
+            if carried is not None:
+                self.running.outbox.acknowledged(carried)
+                life.reported_at = started
+        return commit.complete
+
+    def _report(self, life: Life, commit: Commit) -> tuple[Carried | None, Report | None]:
+        """If it changes a decision, or the last one is too old; to nobody who has not been told the running state."""
+        running = self.running
+        too_old = bool(running.sequences) and self.clock() - life.reported_at >= REPORT_S
+        if not life.inbox or not (running.outbox or too_old):
+            return None, None
+        carried = running.outbox.carry(running.ledger.unsettled() - commit.closing)
+        return carried, report(
+            running, carried, worker=life.worker, term=life.run_term, num_steps=self.engine_loop.num_steps,
+            tokens_per_second=self.engine_loop.cost.tokens_per_second,
+        )  # fmt: skip
+
+    async def _answer(self, life: Life) -> None:
+        """Answers all questions; what is sent is forgotten when its reply has come."""
+        while life is self.life:
+            if not life.answers:
+                with self.engine_loop.lock:
+                    if not self.running.questions:
+                        return
+                    life.answers += self._answers(life)
+            stream, message = life.answers[0]
+            await self.redis.xadd(self.scripts.key(stream), {"m": encode(message)}, nomkstream=True)
+            life.answers.popleft()
+            if isinstance(message, RunningState):
+                life.inbox, life.run_term = stream.removeprefix("inbox:"), message.term
+
+    def _answers(self, life: Life) -> list[tuple[str, RunningState | Inventory]]:
+        """To the oldest question, which is taken off the list."""
+        question = self.running.questions.pop(0)
+        if isinstance(question, TakeOver):
+            return [(f"inbox:{question.inbox}", running_state(self.running, life.worker, question.term))]
+        pages = inventory_pages(self.running.sealed.entries(), life.worker, question.pool_term)
+        return [(question.reply_to, page) for page in pages]
+
+    # --- the lease ---------------------------------------------------------------------------------------------------
+
+    async def heartbeat(self) -> None:
+        """Refreshes the lease, trims the plan, publishes metrics. Raises when the process must be replaced."""
+        self.check_engine()
+        self._check_step()
+        await self.start()
+        life = self.life
+        with self.engine_loop.lock:
+            busy = self.running.has_work
+        num_commits, committing = self._num_commits, self._committing
+        try:
+            await life.membership.refresh(life.reader.last, BUSY_LEASE_MS if busy else IDLE_LEASE_MS)
+        except (Lapsed, StreamLost) as e:
+            self._end(life, f"{type(e).__name__}: {e}")
+            await self.start()
+            return
+        # a commit at the same time may have come after this and made the lease short again
+        self.lease_is_short = busy or committing or num_commits != self._num_commits
+        now = self.clock()
+        if now - self._published_at >= METRICS_S:
+            self.metrics.observe(self.engine_loop)
+            await metrics.publish(self._beat.redis, self.scripts.prefix, "worker", life.worker, self.metrics.registry)
+            self._published_at = now
