@@ -14,7 +14,7 @@ from __future__ import annotations
 import array
 import sys
 from collections.abc import Sequence
-from typing import Any, ClassVar, Literal, Self, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
 import msgpack
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -24,6 +24,7 @@ MAX_MESSAGE_BYTES = 1 << 20
 MAX_CHOICES = 128
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
+TokenId = Annotated[int, Field(ge=0, lt=1 << 32)]
 
 
 class ProtocolError(ValueError):
@@ -99,6 +100,20 @@ def decode(data: bytes) -> Message:
         raise ProtocolError(f"undecodable message: {type(e).__name__}") from e
 
 
+def _row(fields: Any, *types: type) -> list[Any]:
+    """The first fields of a hot message, which must have exactly these types; a newer service may send more."""
+    row = list(fields[: len(types)])
+    if tuple(map(type, row)) != types:
+        raise ProtocolError("wrong field types")
+    return row
+
+
+def _ints(values: list[Any]) -> tuple[int, ...]:
+    if any(type(v) is not int for v in values):
+        raise ProtocolError("wrong field types")
+    return tuple(values)
+
+
 def decode_as(cls: type[M], data: bytes) -> M:
     """The message, which must be of this class."""
     message = decode(data)
@@ -124,8 +139,10 @@ class SamplingParams(Message):
     repetition_penalty: float = Field(default=1.0, gt=0.0, le=100.0, allow_inf_nan=False)
     frequency_penalty: float = Field(default=0.0, ge=-2.0, le=2.0)
     presence_penalty: float = Field(default=0.0, ge=-2.0, le=2.0)
-    logit_bias: dict[int, float] = Field(default_factory=dict, max_length=1024)
-    stop_token_ids: tuple[int, ...] = Field(default=(), max_length=128)  # EOS included unless ignore_eos
+    logit_bias: dict[TokenId, Annotated[float, Field(allow_inf_nan=False)]] = Field(
+        default_factory=dict, max_length=1024
+    )
+    stop_token_ids: tuple[TokenId, ...] = Field(default=(), max_length=128)  # EOS included unless ignore_eos
     ignore_eos: bool = False
     logprobs: int | None = Field(default=None, ge=0, le=20)  # how many alternatives beside the drawn token
 
@@ -187,21 +204,33 @@ class TokenChunk(Message):
     cached_tokens: int = 0
 
     def to_wire(self) -> Any:
-        return (self.first, pack_ids(self.ids), self.logprobs, self.finish, self.cached_tokens)
+        logprobs = None if self.logprobs is None else _floats(self.logprobs)
+        return (self.first, pack_ids(self.ids), logprobs, self.finish, self.cached_tokens)
 
     @classmethod
     def from_wire(cls, fields: Any) -> Self:
         first, ids, logprobs, finish, cached_tokens = fields[:5]
-        if not (isinstance(first, int) and isinstance(finish, str) and isinstance(cached_tokens, int) and first >= 0):
-            raise ProtocolError("chunk: wrong field types")
+        _row((first, ids, finish, cached_tokens), int, bytes, str, int)
+        if first < 0:
+            raise ProtocolError("chunk: before the first token")
         if logprobs is not None:
-            logprobs = tuple((lp, tuple((i, p) for i, p in top)) for lp, top in logprobs)
+            logprobs = tuple(map(_token_logprob, logprobs))
         unpacked = tuple(unpack_ids(ids))
         if logprobs is not None and len(logprobs) != len(unpacked):
             raise ProtocolError("chunk: one log-probability a token")
         return cls.model_construct(
             first=first, ids=unpacked, logprobs=logprobs, finish=finish, cached_tokens=cached_tokens
         )
+
+
+def _token_logprob(fields: Any) -> tuple[float, tuple[tuple[int, float], ...]]:
+    logprob, top = _row(fields, float, list)
+    return logprob, tuple((i, p) for i, p in (_row(pair, int, float) for pair in top))
+
+
+def _floats(logprobs: Any) -> Any:
+    """An engine may have drawn with certainty and say 0; on the wire a log-probability is a float."""
+    return [(float(lp), [(i, float(p)) for i, p in top]) for lp, top in logprobs]
 
 
 class Outcome(Message):
@@ -317,7 +346,7 @@ class Seal(Message):
 
     @classmethod
     def from_wire(cls, fields: Any) -> Self:
-        sid, epoch, index, block_id, ids = fields[:5]
+        sid, epoch, index, block_id, ids = _row(fields, str, int, int, int, bytes)
         return cls.model_construct(sid=sid, epoch=epoch, index=index, block_id=block_id, ids=tuple(unpack_ids(ids)))
 
 
@@ -334,7 +363,7 @@ class Ended(Message):
 
     @classmethod
     def from_wire(cls, fields: Any) -> Self:
-        sid, epoch, reason = fields[:3]
+        sid, epoch, reason = _row(fields, str, int, str)
         return cls.model_construct(sid=sid, epoch=epoch, reason=reason)
 
 
@@ -352,7 +381,7 @@ class Taken(Message):
 
     @classmethod
     def from_wire(cls, fields: Any) -> Self:
-        sid, epoch, index, block_id = fields[:4]
+        sid, epoch, index, block_id = _row(fields, str, int, int, int)
         return cls.model_construct(sid=sid, epoch=epoch, index=index, block_id=block_id)
 
 
@@ -373,10 +402,12 @@ class RunningSequence(Message):
 
     @classmethod
     def from_wire(cls, fields: Any) -> Self:
-        sid, epoch, num_tokens, num_computed, block_ids, starved, salt = fields[:7]
+        sid, epoch, num_tokens, num_computed, block_ids, starved, salt = _row(
+            fields, str, int, int, int, list, bool, bytes
+        )
         return cls.model_construct(
-            sid=sid, epoch=epoch, num_tokens=num_tokens, num_computed=num_computed,
-            block_ids=tuple(block_ids), starved=starved, salt=salt,
+            sid=sid, epoch=epoch, num_tokens=num_tokens, num_computed=num_computed, block_ids=_ints(block_ids),
+            starved=starved, salt=salt,
         )  # fmt: skip
 
 
@@ -399,17 +430,17 @@ class Report(Message):
         return (
             self.worker, self.term, self.pool_term, [r.to_wire() for r in self.running], self.spare_block_ids,
             [t.to_wire() for t in self.taken], [s.to_wire() for s in self.seals], [e.to_wire() for e in self.ended],
-            self.num_steps, self.tokens_per_second,
+            self.num_steps, float(self.tokens_per_second),
         )  # fmt: skip
 
     @classmethod
     def from_wire(cls, fields: Any) -> Self:
-        worker, term, pool_term, running, spare, taken, seals, ended, num_steps, speed = fields[:10]
-        if not (isinstance(worker, str) and isinstance(term, int) and isinstance(pool_term, int)):
-            raise ProtocolError("report: wrong field types")
+        worker, term, pool_term, running, spare, taken, seals, ended, num_steps, speed = _row(
+            fields, str, int, int, list, list, list, list, list, int, float
+        )
         return cls.model_construct(
             worker=worker, term=term, pool_term=pool_term,
-            running=tuple(RunningSequence.from_wire(r) for r in running), spare_block_ids=tuple(spare),
+            running=tuple(RunningSequence.from_wire(r) for r in running), spare_block_ids=_ints(spare),
             taken=tuple(Taken.from_wire(t) for t in taken), seals=tuple(Seal.from_wire(s) for s in seals),
             ended=tuple(Ended.from_wire(e) for e in ended), num_steps=num_steps, tokens_per_second=speed,
         )  # fmt: skip
@@ -537,11 +568,11 @@ class Update(StoreCall):
 
     @classmethod
     def from_wire(cls, fields: Any) -> Self:
-        plain = {k: v for k, v in fields.items() if k not in ("taken", "seals")}
-        taken = tuple(Taken.from_wire(t) for t in fields.get("taken", ()))
-        return cls.model_validate(
-            plain | {"taken": taken, "seals": tuple(map(Seal.from_wire, fields.get("seals", ())))}
-        )
+        if not isinstance(fields, dict):
+            raise ProtocolError("update: not a map")
+        taken = tuple(map(Taken.from_wire, fields.get("taken", ())))
+        seals = tuple(map(Seal.from_wire, fields.get("seals", ())))
+        return cls.model_validate(fields | {"taken": taken, "seals": seals})
 
 
 class Updated(Message):
