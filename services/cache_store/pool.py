@@ -61,7 +61,7 @@ class Pool:
         self.manager = manager
         self.state: State = "inventory"
         self.run_term = min_run_term  # lower ones are refused
-        self._newest_call = -1  # of the present run term
+        self._newest_call = self._reconciled_by = -1  # numbers of calls of the present run term
         self._inventory: list[InventoryEntry] = []
 
     def add_inventory(self, page: Inventory) -> None:
@@ -146,14 +146,17 @@ class Pool:
             call=m.call, worker=m.worker, pool_term=self.term, status="ok", remaps=held, num_free=manager.num_free
         )
 
-    def _reconcile(self, m: Reconcile) -> Reconciled:
-        """A scheduler may reconcile again under its term; one that its own later calls overtook changes nothing."""
+    def _reconcile(self, m: Reconcile) -> Message:
+        """A scheduler may reconcile again under its term. What a later call of its own overtook is out of date: the
+        answer is `not_ready`, unless it has been applied in its time."""
         if self.state != "ready" or m.run_term > self.run_term or m.call > self._newest_call:
             try:
                 self.manager.reconcile(m.running, m.spare_block_ids, m.call)
             except ValueError as e:
                 raise ProtocolError(f"reconcile of {m.worker}: {e}") from e
-            self.state, self.run_term, self._newest_call = "ready", m.run_term, m.call
+            self.state, self.run_term, self._newest_call, self._reconciled_by = "ready", m.run_term, m.call, m.call
+        elif m.call != self._reconciled_by:
+            return refuse(m, "not_ready", self.term)
         return Reconciled(
             call=m.call, worker=m.worker, pool_term=self.term, status="ok", num_free=self.manager.num_free,
             num_blocks=self.manager.num_blocks,

@@ -245,6 +245,13 @@ def test_a_repeated_reconcile_that_later_calls_overtook_changes_nothing(caller: 
     assert caller.ensure("a").block_ids == table
 
 
+def test_a_reconcile_that_comes_after_later_calls_must_be_made_anew(caller: Caller) -> None:
+    late = caller.message(Reconcile, running=(), spare_block_ids=())
+    table = caller.ensure("a").block_ids
+    assert caller.send(late).status == "not_ready"
+    assert caller.ensure("a").block_ids == table
+
+
 def test_a_scheduler_may_reconcile_again_under_its_term(caller: Caller) -> None:
     caller.ensure("a")
     assert caller.reconcile(("b", 1, SALT, (5, 6))).num_free == 14
