@@ -144,7 +144,7 @@ class ChoiceStream:
         return [Delta(text, self.num_tokens, self._pop_logprobs(), self.finish_reason)]
 
     def _client_has_it(self, ended_without_token: bool) -> bool:
-        """An end that came after the token of the client's last event is news to it, unless that was the end's event."""
+        """An end after the token of the client's last event is news to it, unless that event was the end."""
         if self._resume_at is None:
             return False
         if self._resume_finished or self.num_tokens < self._resume_at:

@@ -18,6 +18,11 @@ _WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+"
 _REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _LLAMA3 = rf"{_CONTRACTIONS}|{_WORDS}|\p{{N}}{{1,3}}|{_REST}"
 _QWEN2 = rf"{_CONTRACTIONS}|{_WORDS}|\p{{N}}|{_REST}"
+_UPPER, _LOWER = r"((?=[\p{L}])([^a-z]))", r"((?=[\p{L}])([^A-Z]))"
+_TEKKEN = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*|\p{{N}}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 _DEEPSEEK3 = (
     r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
     r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -32,16 +37,17 @@ SPLITS: dict[str, tuple[str, ...]] = {
     ),
     **dict.fromkeys(("llama3", "llama-v3", "llama-bpe", "falcon3", "lfm2", "dbrx", "smaug-bpe", "glm4"), (_LLAMA3,)),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "stablelm2", "megrez", "hunyuan", "grok-2"), (_QWEN2,)),
+    "tekken": (_TEKKEN,),
     "deepseek-v3": (r"\p{N}{1,3}", r"[一-龥぀-ゟ゠-ヿ]+", _DEEPSEEK3),
 }
 # Those that take a whole piece that is in the vocabulary as it is, and whose models want BOS unless the file says no.
-_LLAMA3_FAMILY = frozenset(("llama3", "llama-v3", "llama-bpe", "falcon3", "lfm2"))
+_WHOLE_PIECES = frozenset(("llama3", "llama-v3", "llama-bpe", "falcon3", "lfm2", "tekken"))
 
 _UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4  # token types
 # Files name one end token at most, while chat models end a turn with others; llama.cpp knows them by their text.
 _END_TEXTS = (
     "<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|eom_id|>", "<EOT>", "_<EOT>",
-    "<|end_of_text|>", "<end_of_utterance>",
+    "<|end_of_text|>", "<end_of_utterance>", "</s>", "<eos>",
 )  # fmt: skip
 _DROPPED = "\x00no token\x00"  # stands for bytes without a token; byte-level text has no such character
 
@@ -69,7 +75,7 @@ def build(metadata: dict[str, Any]) -> TokenizerParts:
 
     bos, eos = _special_id(metadata, "bos", tokens), _special_id(metadata, "eos", tokens)
     ends = [eos, *(_special_id(metadata, end, tokens) for end in ("eot", "eom")), *map(id_of.get, _END_TEXTS)]
-    add_bos = metadata.get("tokenizer.ggml.add_bos_token", name in _LLAMA3_FAMILY)
+    add_bos = metadata.get("tokenizer.ggml.add_bos_token", name in _WHOLE_PIECES)
     add_eos = metadata.get("tokenizer.ggml.add_eos_token", False)
     return TokenizerParts(
         backend=_backend(metadata, tokens, types, name),
@@ -96,7 +102,6 @@ def _types(metadata: dict[str, Any], tokens: list[str]) -> list[int]:
 
 
 def _backend(metadata: dict[str, Any], tokens: list[str], types: list[int], name: str) -> Tokenizer:
-    merges = [(m[: (cut := m.index(" ", 1))], m[cut + 1 :]) for m in metadata["tokenizer.ggml.merges"]]
     vocab = {token: i for i, token in enumerate(tokens)}
     # Some vocabularies have no token for rare bytes. llama.cpp drops those bytes but lets nothing merge across them,
     # so they become a token of our own past the end of the vocabulary, which the caller drops.
@@ -105,7 +110,11 @@ def _backend(metadata: dict[str, Any], tokens: list[str], types: list[int], name
     if unknown is not None:
         vocab[unknown] = len(tokens)
     try:
-        model = models.BPE(vocab=vocab, merges=merges, unk_token=unknown, ignore_merges=name in _LLAMA3_FAMILY)
+        # the first part may itself begin with a space
+        merges = [(m[: (cut := m.index(" ", 1))], m[cut + 1 :]) for m in metadata["tokenizer.ggml.merges"]]
+        model = models.BPE(vocab=vocab, merges=merges, unk_token=unknown, ignore_merges=name in _WHOLE_PIECES)
+    except KeyError:
+        raise
     except Exception as e:  # the library raises nothing narrower
         raise TokenizerError("the GGUF file's merges do not fit its vocabulary") from e
     backend = Tokenizer(model)

@@ -57,7 +57,11 @@ class Tokenizer:
         ids: list[int] = backend.encode(text, add_special_tokens=False).ids
         if ids and max(ids) >= self.vocab_size:
             ids = [i for i in ids if i < self.vocab_size]  # bytes without a token
-        return [*self._parts.prefix_ids, *ids, *self._parts.suffix_ids] if add_special_tokens else ids
+        return self.surrounded(ids) if add_special_tokens else ids
+
+    def surrounded(self, ids: list[int]) -> list[int]:
+        """The ids with what the model wants around a plain text (BOS, EOS)."""
+        return [*self._parts.prefix_ids, *ids, *self._parts.suffix_ids]
 
     def encode_prompt(self, text: str) -> list[int]:
         """A plain text as the model wants it, with one BOS also where the text already begins with BOS's own text."""
@@ -105,6 +109,11 @@ class Tokenizer:
         """Those that contain the whole text of a special token."""
         pattern = self._special_texts
         return tuple(stop for stop in stops if pattern.search(stop)) if pattern is not None else ()
+
+    @cached_property
+    def max_token_chars(self) -> int:
+        """No token stands for more characters than this: it has at least as many bytes."""
+        return max(len(self._parts.token_bytes(i)) for i in range(self.vocab_size))
 
     @cached_property
     def _special_texts(self) -> re.Pattern[str] | None:

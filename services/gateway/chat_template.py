@@ -1,0 +1,155 @@
+"""Renders a conversation with the model's own chat template, in a sandbox. *Pure.*
+
+Templates come from the model's files or the operator, never from a request. The sandbox forbids attribute walks and
+changes; the text's size, ranges and multiplications are bounded here, because a sandbox bounds none of them. Behaves
+as transformers' `apply_chat_template` does, so that published templates give the same text.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime
+from functools import lru_cache
+from typing import Any, NoReturn
+
+import jinja2
+import jinja2.exceptions
+import jinja2.ext
+import jinja2.nodes
+import jinja2.parser
+import jinja2.sandbox
+
+from services.gateway.errors import BadRequest
+
+MAX_OUTPUT_CHARS = 1 << 24
+MAX_RANGE_STEPS = 1 << 20  # of all ranges in one rendering
+MAX_REPEATED_ITEMS = 1 << 20  # result of multiplying a text or a list
+
+Message = dict[str, Any]
+
+
+class ChatTemplateError(BadRequest):
+    """The template refuses these messages, or cannot be used."""
+
+
+def render(
+    source: str,
+    messages: Sequence[Message],
+    *,
+    now: datetime,
+    add_generation_prompt: bool = True,
+    special_tokens: Mapping[str, str] | None = None,
+) -> str:
+    """The prompt's text. special_tokens are the names a template may use (bos_token, ...); now is for `strftime_now`.
+
+    What a template cannot show is said in a way that it can: a `developer` is a system message, and tool calls are
+    JSON at the end of the assistant's text; nothing is dropped.
+    """
+    variables: dict[str, Any] = {
+        **(special_tokens or {}),
+        "messages": _adapted(source, messages),
+        "add_generation_prompt": add_generation_prompt,
+        "tools": None,
+        "documents": None,
+        "range": _bounded_range(),
+        "strftime_now": now.strftime,
+    }
+    pieces: list[str] = []
+    num_chars = 0
+    try:
+        for piece in _compiled(source).generate(variables):
+            num_chars += len(piece)
+            if num_chars > MAX_OUTPUT_CHARS:
+                raise ChatTemplateError("the chat template's text is too long", param="messages")
+            pieces.append(piece)
+    except ChatTemplateError:
+        raise
+    except Exception as e:  # a template can raise whatever an expression can
+        raise ChatTemplateError("the model's chat template cannot render these messages", param="messages") from e
+    return "".join(pieces)
+
+
+def check(source: str) -> None:
+    """ChatTemplateError if the template does not compile; for start-up, where the operator can still act."""
+    try:
+        _compiled(source)
+    except jinja2.TemplateError as e:
+        raise ChatTemplateError(f"the chat template does not compile: {e.message}") from e
+
+
+def _adapted(source: str, messages: Sequence[Message]) -> list[Message]:
+    knows_developer, knows_tool_calls = "developer" in source, "tool_calls" in source
+    adapted = []
+    for message in messages:
+        if message["role"] == "developer" and not knows_developer:
+            message = message | {"role": "system"}
+        if message.get("tool_calls") and not knows_tool_calls:
+            calls = [call["function"] for call in message["tool_calls"]]
+            content = [message["content"]] if message["content"] else []
+            message = message | {"content": "\n".join([*content, _to_json({"tool_calls": calls})])}
+        adapted.append(message)
+    return adapted
+
+
+class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
+    intercepted_binops = frozenset(("*", "**"))
+
+    def call_binop(self, context: jinja2.runtime.Context, operator: str, left: Any, right: Any) -> Any:
+        if operator == "**":
+            raise jinja2.exceptions.SecurityError("powers are not available")
+        for items, times in ((left, right), (right, left)):
+            is_repetition = isinstance(items, str | list | tuple) and isinstance(times, int)
+            if is_repetition and len(items) * times > MAX_REPEATED_ITEMS:
+                raise jinja2.exceptions.SecurityError("a repetition is too long")
+        return super().call_binop(context, operator, left, right)
+
+
+class _Generation(jinja2.ext.Extension):
+    """`{% generation %}` marks the assistant's part for training; here its body is rendered as it is."""
+
+    tags = {"generation"}
+
+    def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node | list[jinja2.nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+@lru_cache(maxsize=8)
+def _compiled(source: str) -> jinja2.Template:
+    environment = _Environment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols], autoescape=False
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _raise_exception
+    return environment.from_string(source)
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    # jinja2's own filter escapes HTML, which no template for a model wants
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _raise_exception(message: str) -> NoReturn:
+    """What the template's author says about the messages is meant for the client."""
+    raise ChatTemplateError(str(message)[:1024], param="messages")
+
+
+def _bounded_range() -> Callable[..., range]:
+    steps_left = MAX_RANGE_STEPS
+
+    def bounded(*args: int) -> range:
+        nonlocal steps_left
+        steps = range(*args)
+        steps_left -= len(steps)
+        if steps_left < 0:
+            raise jinja2.exceptions.SecurityError("ranges are too long")
+        return steps
+
+    return bounded

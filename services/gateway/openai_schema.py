@@ -1,0 +1,173 @@
+"""The fields of OpenAI's requests that this server understands: types, ranges, bounds. *Pure.*
+
+Types are strict: a boolean or a text is no number; a number with a zero fraction is an integer, since JSON has one
+kind of number. Null means the default. Fields that change what is asked for and are not supported are refused by
+name where they say something (`UNSUPPORTED`); fields that are unknown are ignored, as vLLM does. What depends on the
+model (ids, lengths, messages) is checked in `preparation.py`.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+
+from shared.protocol import MAX_CHOICES
+
+MAX_STOPS = 16
+MAX_STOP_CHARS = 256
+MAX_STOP_IDS = 64
+MAX_BIASES = 300
+MAX_MESSAGES = 4096
+MAX_LOGPROBS = 20
+MAX_TOKENS = 1 << 24
+
+
+def _integral(value: Any) -> Any:
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def _as_list(value: Any) -> Any:
+    return [value] if isinstance(value, str) else value
+
+
+def _or_empty(empty: Any) -> BeforeValidator:
+    return BeforeValidator(lambda value: empty if value is None else value)
+
+
+Int = Annotated[int, BeforeValidator(_integral)]
+StopText = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
+Stops = Annotated[list[StopText], Field(max_length=MAX_STOPS), BeforeValidator(_as_list), _or_empty([])]
+TokenId = Annotated[Int, Field(ge=0, lt=1 << 32)]
+Bias = Annotated[float, Field(ge=-100, le=100)]
+Switch = Annotated[bool, _or_empty(False)]
+Label = Annotated[str, Field(max_length=1024)]
+
+
+class Request(BaseModel):
+    """Base of all. UNSUPPORTED: fields that are refused unless their value is one of these (null always is)."""
+
+    model_config = ConfigDict(strict=True, extra="ignore", frozen=True, allow_inf_nan=False, hide_input_in_errors=True)
+    UNSUPPORTED: ClassVar[dict[str, tuple[Any, ...]]] = {}
+    model: Annotated[str, Field(max_length=256)] | None = None
+
+
+class StreamOptions(BaseModel):
+    model_config = ConfigDict(strict=True, extra="ignore", frozen=True)
+    include_usage: Switch = False
+    continuous_usage_stats: Switch = False
+
+
+class GenerationRequest(Request):
+    """What chat and completions share. Names, defaults and meanings are OpenAI's, beyond those vLLM's.
+
+    temperature is 0 to 2 as OpenAI has it; below 0.01 it is 0.01 (as vLLM: the division would overflow), below
+    0.00001 it is 0, greedy. top_k: -1 or 0 is off. seed: any 64-bit integer.
+    """
+
+    UNSUPPORTED: ClassVar[dict[str, tuple[Any, ...]]] = {
+        "response_format": ({"type": "text"},),
+        "structured_outputs": (),
+        "guided_json": (),
+        "guided_regex": (),
+        "guided_choice": (),
+        "guided_grammar": (),
+        "prompt_logprobs": (),
+        "logprob_token_ids": (),
+        "allowed_token_ids": (),
+        "bad_words": ([],),
+        "logits_processors": (),
+        "use_beam_search": (False,),
+        "length_penalty": (1, 1.0),
+        "early_stopping": (False,),
+        "truncate_prompt_tokens": (),
+        "return_token_ids": (False,),
+        "return_tokens_as_token_ids": (False,),
+        "kv_transfer_params": (),
+        "vllm_xargs": (),
+        "priority": (0,),
+        "thinking_token_budget": (),
+    }
+    n: Annotated[Int, Field(ge=1, le=MAX_CHOICES)] | None = None
+    max_tokens: Annotated[Int, Field(ge=0, le=MAX_TOKENS)] | None = None
+    min_tokens: Annotated[Int, Field(ge=0, le=MAX_TOKENS)] | None = None
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[Int, Field(ge=-1, lt=1 << 31)] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    seed: Annotated[Int, Field(ge=-(1 << 63), lt=1 << 63)] | None = None
+    stop: Stops = []
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOP_IDS), _or_empty([])] = []
+    include_stop_str_in_output: Switch = False
+    ignore_eos: Switch = False
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
+    logit_bias: Annotated[dict[str, Bias], Field(max_length=MAX_BIASES), _or_empty({})] = {}
+    skip_special_tokens: Annotated[bool, _or_empty(True)] = True
+    stream: Switch = False
+    stream_options: StreamOptions | None = None
+    user: Label | None = None
+    cache_salt: Annotated[str, Field(min_length=1, max_length=256)] | None = None
+
+
+class ChatCompletionRequest(GenerationRequest):
+    UNSUPPORTED: ClassVar[dict[str, tuple[Any, ...]]] = {
+        **GenerationRequest.UNSUPPORTED,
+        "tools": ([],),
+        "tool_choice": ("none",),
+        "functions": ([],),
+        "function_call": ("none",),
+        "modalities": (["text"],),
+        "audio": (),
+        "prediction": (),
+        "web_search_options": (),
+        "reasoning_effort": ("none",),
+        "chat_template": (),
+        "chat_template_kwargs": ({},),
+        "documents": ([],),
+        "add_generation_prompt": (True,),
+        "continue_final_message": (False,),
+        "add_special_tokens": (False,),
+        "mm_processor_kwargs": (),
+        "echo": (False,),
+    }
+    messages: Annotated[list[dict[str, Any]], Field(min_length=1, max_length=MAX_MESSAGES)]
+    max_completion_tokens: Annotated[Int, Field(ge=1, le=MAX_TOKENS)] | None = None
+    max_tokens: Annotated[Int, Field(ge=1, le=MAX_TOKENS)] | None = None  # deprecated by OpenAI, used by many
+    logprobs: Switch = False
+    top_logprobs: Annotated[Int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+
+
+class CompletionRequest(GenerationRequest):
+    UNSUPPORTED: ClassVar[dict[str, tuple[Any, ...]]] = {
+        **GenerationRequest.UNSUPPORTED,
+        "suffix": ("",),
+        "prompt_embeds": (),
+        "add_special_tokens": (True,),
+    }
+    prompt: Any
+    best_of: Annotated[Int, Field(ge=1, le=MAX_CHOICES)] | None = None
+    echo: Switch = False
+    logprobs: Annotated[Int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+
+
+class TokenizeRequest(Request):
+    """vLLM's: a prompt, or messages. add_special_tokens is true for a prompt and false for messages by default."""
+
+    UNSUPPORTED: ClassVar[dict[str, tuple[Any, ...]]] = {
+        "tools": ([],),
+        "chat_template": (),
+        "chat_template_kwargs": ({},),
+        "continue_final_message": (False,),
+        "mm_processor_kwargs": (),
+    }
+    prompt: str | None = None
+    messages: Annotated[list[dict[str, Any]], Field(min_length=1, max_length=MAX_MESSAGES)] | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: Annotated[bool, _or_empty(True)] = True
+    return_token_strs: Switch = False
+
+
+class DetokenizeRequest(Request):
+    tokens: list[Any]

@@ -1,0 +1,290 @@
+"""From a checked request to what is admitted: token ids, resolved sampling and text parameters. *Pure.*
+
+Everything that depends on the model is checked and resolved here, so that nothing is queued that cannot run: ids lie
+in the vocabulary, the prompt and at least one token fit the context and the pool, "as many as fit" is a number, a
+missing seed is drawn. Tokenizing a long prompt takes milliseconds: call this outside the event loop for large bodies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any
+
+from services.gateway import chat_template
+from services.gateway.chat_messages import parse_messages
+from services.gateway.errors import BadRequest
+from services.gateway.json_reader import shown
+from services.gateway.openai_schema import (
+    ChatCompletionRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    GenerationRequest,
+    TokenizeRequest,
+)
+from services.gateway.tokenization import Tokenizer
+from shared.protocol import SamplingParams, TextParams
+
+DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's default for the older endpoint
+GREEDY_BELOW = 1e-5
+LEAST_TEMPERATURE = 0.01
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """max_model_len: tokens of prompt and output together; pool_tokens: what the largest pool holds when empty.
+    max_choices bounds all sequences of one request, over its prompts."""
+
+    max_model_len: int
+    pool_tokens: int
+    max_choices: int = 16
+
+    @property
+    def max_tokens(self) -> int:
+        return min(self.max_model_len, self.pool_tokens)
+
+    @property
+    def holder(self) -> str:
+        """What sets max_tokens, for an error's sentence."""
+        return "the model's context" if self.max_model_len <= self.pool_tokens else "the KV cache of a worker"
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedPrompt:
+    """One prompt and its choices: everything of a `RequestSpec` but identity and salt."""
+
+    ids: list[int]
+    sampling: SamplingParams
+    text: TextParams
+    num_choices: int
+
+
+def build_specs(
+    request: ChatCompletionRequest | CompletionRequest,
+    tokenizer: Tokenizer,
+    limits: Limits,
+    *,
+    draw_seed: Callable[[], int],
+    now: datetime,
+) -> list[PreparedPrompt]:
+    """One entry a prompt, in order; choice c of entry i has index i * num_choices + c in the response.
+
+    draw_seed gives 64 random bits for each prompt of a request without a seed.
+    """
+    num_choices = request.n or 1
+    _check_together(request, limits)
+    if isinstance(request, ChatCompletionRequest):
+        prompts, param = [chat_prompt(request.messages, tokenizer, now, limits)], "messages"
+    else:
+        prompts, param = completion_prompts(request.prompt, tokenizer, limits), "prompt"
+    if len(prompts) * num_choices > limits.max_choices:
+        field = "n" if num_choices > 1 else "prompt"
+        raise BadRequest(f"{field} asks for more than {limits.max_choices} choices in one request", param=field)
+    text = _text_params(request, now)
+    return [
+        PreparedPrompt(ids, _sampling(request, ids, tokenizer, limits, draw_seed, param), text, num_choices)
+        for ids in prompts
+    ]
+
+
+def chat_prompt(
+    messages: list[dict[str, Any]],
+    tokenizer: Tokenizer,
+    now: datetime,
+    limits: Limits | None = None,
+    *,
+    add_generation_prompt: bool = True,
+) -> list[int]:
+    """The template writes the special tokens, BOS too, so that none is added. limits None: any length."""
+    if tokenizer.chat_template is None:
+        raise BadRequest("the model has no chat template; use /v1/completions", param="messages")
+    text = chat_template.render(
+        tokenizer.chat_template,
+        parse_messages(messages),
+        now=now,
+        add_generation_prompt=add_generation_prompt,
+        special_tokens=tokenizer.template_tokens,
+    )
+    if limits is not None:
+        _check_length(text, tokenizer, limits, "messages")
+    return tokenizer.encode(text, add_special_tokens=False)
+
+
+def completion_prompts(prompt: Any, tokenizer: Tokenizer, limits: Limits) -> list[list[int]]:
+    """A text, texts, token ids, or lists of them. A text gets BOS if the model wants it; ids are taken as they are."""
+
+    def encoded(text: str, path: str) -> list[int]:
+        _check_length(text, tokenizer, limits, path)
+        return tokenizer.encode_prompt(text)
+
+    if isinstance(prompt, str):
+        return [encoded(prompt, "prompt")]
+    if not isinstance(prompt, list) or not prompt:
+        raise BadRequest("prompt must be a text, texts, token ids, or lists of token ids", param="prompt")
+    if not isinstance(prompt[0], str | list):
+        return [checked_ids(prompt, tokenizer.vocab_size, "prompt")]
+    if len(prompt) > limits.max_choices:
+        raise BadRequest(f"prompt has more than {limits.max_choices} entries", param="prompt")
+    prompts = []
+    for i, item in enumerate(prompt):
+        if type(item) is not type(prompt[0]):
+            raise BadRequest(f"prompt[{i}] is not of the same kind as prompt[0]", param=f"prompt[{i}]")
+        if isinstance(item, str):
+            prompts.append(encoded(item, f"prompt[{i}]"))
+        else:
+            prompts.append(checked_ids(item, tokenizer.vocab_size, f"prompt[{i}]"))
+    return prompts
+
+
+def checked_ids(values: Sequence[Any], vocab_size: int, path: str) -> list[int]:
+    """Token ids of the vocabulary; BadRequest names the position of one that is not."""
+    ids = []
+    for i, value in enumerate(values):
+        token_id = int(value) if isinstance(value, float) and value.is_integer() else value
+        if type(token_id) is not int or not 0 <= token_id < vocab_size:
+            where = f"{path}[{i}]"
+            raise BadRequest(f"{where} is not a token id (0 to {vocab_size - 1})", param=where)
+        ids.append(token_id)
+    return ids
+
+
+def tokenize(request: TokenizeRequest, tokenizer: Tokenizer, now: datetime) -> list[int]:
+    """The ids that the same prompt or messages would have in a request."""
+    if (request.prompt is None) == (request.messages is None):
+        raise BadRequest("give either prompt or messages", param="prompt")
+    if request.messages is not None:
+        ids = chat_prompt(request.messages, tokenizer, now, add_generation_prompt=request.add_generation_prompt)
+        return tokenizer.surrounded(ids) if request.add_special_tokens else ids
+    assert request.prompt is not None
+    if request.add_special_tokens is False:
+        return tokenizer.encode(request.prompt, add_special_tokens=False)
+    return tokenizer.encode_prompt(request.prompt)
+
+
+def detokenize(request: DetokenizeRequest, tokenizer: Tokenizer) -> str:
+    return tokenizer.decode(checked_ids(request.tokens, tokenizer.vocab_size, "tokens"))
+
+
+def _check_together(request: ChatCompletionRequest | CompletionRequest, limits: Limits) -> None:
+    """Fields that are right each by itself and not together."""
+    if (request.n or 1) > limits.max_choices:
+        raise BadRequest(f"n must be at most {limits.max_choices}", param="n")
+    if request.stream_options is not None:
+        if not request.stream:
+            raise BadRequest("stream_options is only allowed with stream", param="stream_options")
+        if request.stream_options.continuous_usage_stats:
+            raise BadRequest(
+                "stream_options.continuous_usage_stats is not supported", param="stream_options.continuous_usage_stats"
+            )
+    if isinstance(request, ChatCompletionRequest):
+        if request.top_logprobs is not None and not request.logprobs:
+            raise BadRequest("top_logprobs needs logprobs to be true", param="top_logprobs")
+        return
+    if request.best_of is not None and request.best_of != (request.n or 1):
+        raise BadRequest("best_of other than n is not supported", param="best_of")
+    if request.echo and request.logprobs is not None:
+        raise BadRequest("echo together with logprobs is not supported yet", param="logprobs")
+
+
+def _sampling(
+    request: ChatCompletionRequest | CompletionRequest,
+    ids: list[int],
+    tokenizer: Tokenizer,
+    limits: Limits,
+    draw_seed: Callable[[], int],
+    param: str,
+) -> SamplingParams:
+    max_tokens = _max_tokens(request, len(ids), limits, param)
+    min_tokens = request.min_tokens or 0
+    if min_tokens > max_tokens:
+        raise BadRequest(f"min_tokens must be at most max_tokens, which is {max_tokens} here", param="min_tokens")
+    stop_ids = checked_ids(request.stop_token_ids, tokenizer.vocab_size, "stop_token_ids")
+    if not request.ignore_eos:
+        stop_ids += tokenizer.eos_token_ids
+    return SamplingParams(
+        max_tokens=max_tokens,
+        min_tokens=min_tokens,
+        temperature=_temperature(request.temperature),
+        top_p=_or(request.top_p, 1.0),
+        top_k=min(max(request.top_k or 0, 0), tokenizer.vocab_size),
+        min_p=_or(request.min_p, 0.0),
+        seed=(draw_seed() if request.seed is None else request.seed) & ((1 << 64) - 1),
+        repetition_penalty=_or(request.repetition_penalty, 1.0),
+        frequency_penalty=_or(request.frequency_penalty, 0.0),
+        presence_penalty=_or(request.presence_penalty, 0.0),
+        logit_bias=_logit_bias(request.logit_bias, tokenizer.vocab_size),
+        stop_token_ids=tuple(dict.fromkeys(stop_ids)),
+        ignore_eos=request.ignore_eos,
+        logprobs=_num_logprobs(request),
+    )
+
+
+def _max_tokens(request: GenerationRequest, num_prompt: int, limits: Limits, param: str) -> int:
+    """How many tokens may come: what was asked for, as far as context and pool reach."""
+    asked = request.max_tokens
+    if isinstance(request, ChatCompletionRequest):
+        asked = _or(request.max_completion_tokens, asked)
+    elif asked is None:
+        asked = DEFAULT_COMPLETION_TOKENS
+    if num_prompt == 0:
+        raise BadRequest(f"{param} has no tokens", param=param)
+    room = limits.max_tokens - num_prompt
+    if room < (0 if asked == 0 else 1):
+        raise _too_long(f"{num_prompt} tokens", limits, param)
+    return room if asked is None else min(asked, room)
+
+
+def _check_length(text: str, tokenizer: Tokenizer, limits: Limits, param: str) -> None:
+    """Refuse a text that cannot fit however it is cut into tokens, before seconds are spent on cutting it."""
+    if len(text) > 16 * limits.max_tokens and len(text) > tokenizer.max_token_chars * limits.max_tokens:
+        raise _too_long(f"{len(text)} characters", limits, param)
+
+
+def _too_long(size: str, limits: Limits, param: str) -> BadRequest:
+    return BadRequest(
+        f"{param} has {size}, but {limits.holder} holds {limits.max_tokens} tokens of prompt and output together",
+        param=param,
+        code="context_length_exceeded",
+    )
+
+
+def _temperature(asked: float | None) -> float:
+    if asked is None:
+        return 1.0
+    return 0.0 if asked < GREEDY_BELOW else max(asked, LEAST_TEMPERATURE)
+
+
+def _logit_bias(biases: dict[str, float], vocab_size: int) -> dict[int, float]:
+    resolved = {}
+    for key, bias in biases.items():
+        # Compared as text too: no sign, space, leading zero or digit of another script, hence no two keys for one id.
+        if not (key.isascii() and key.isdigit() and len(key) < 12 and str(int(key)) == key and int(key) < vocab_size):
+            raise BadRequest(
+                f"logit_bias.{shown(key)} is not a token id (0 to {vocab_size - 1})", param=f"logit_bias.{shown(key)}"
+            )
+        resolved[int(key)] = bias
+    return resolved
+
+
+def _num_logprobs(request: ChatCompletionRequest | CompletionRequest) -> int | None:
+    if isinstance(request, CompletionRequest):
+        return request.logprobs
+    return (request.top_logprobs or 0) if request.logprobs else None
+
+
+def _text_params(request: ChatCompletionRequest | CompletionRequest, now: datetime) -> TextParams:
+    return TextParams(
+        api="chat" if isinstance(request, ChatCompletionRequest) else "completions",
+        stop=tuple(dict.fromkeys(request.stop)),
+        include_stop_str_in_output=request.include_stop_str_in_output,
+        skip_special_tokens=request.skip_special_tokens,
+        echo=isinstance(request, CompletionRequest) and request.echo,
+        stream=request.stream,
+        include_usage=request.stream_options is not None and request.stream_options.include_usage,
+        created=int(now.timestamp()),
+    )
+
+
+def _or(value: Any, default: Any) -> Any:
+    return default if value is None else value

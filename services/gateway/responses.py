@@ -1,0 +1,138 @@
+"""OpenAI's response objects, from deltas; plain dicts, since one is built for every event. *Pure.*
+
+Per choice: for chat a first chunk with the role, then one chunk a delta, of which exactly the last has a finish
+reason; then, if asked for, one chunk with usage and no choices. Knows nothing of HTTP.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from services.gateway.choice_stream import Delta, TokenLogprob
+from services.gateway.tokenization import Tokenizer
+
+LOGPROB_FLOOR = -9999.0  # JSON has no infinity; vLLM's and OpenAI's value for "impossible"
+
+Json = dict[str, Any]
+
+
+def usage(num_prompt_tokens: int, num_completion_tokens: int, cached_tokens: int) -> Json:
+    """The prompt counts once a prompt, tokens once a choice."""
+    return {
+        "prompt_tokens": num_prompt_tokens,
+        "completion_tokens": num_completion_tokens,
+        "total_tokens": num_prompt_tokens + num_completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": cached_tokens},
+    }
+
+
+@dataclass(slots=True)
+class ChoiceResult:
+    """A choice's deltas put together, for an answer that is not streamed."""
+
+    texts: list[str] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    finish_reason: str | None = None
+
+    def add(self, deltas: Iterable[Delta]) -> None:
+        for delta in deltas:
+            self.texts.append(delta.text)
+            self.logprobs.extend(delta.logprobs)
+            self.finish_reason = delta.finish_reason
+
+
+class ResponseBuilder:
+    """Builds everything of one HTTP response. with_logprobs: whether the client asked for them."""
+
+    def __init__(
+        self,
+        api: Literal["chat", "completions"],
+        tokenizer: Tokenizer,
+        *,
+        id: str,
+        model: str,
+        created: int,
+        with_logprobs: bool = False,
+        include_usage: bool = False,
+        system_fingerprint: str | None = None,
+    ) -> None:
+        self._chat = api == "chat"
+        self._tokenizer = tokenizer
+        self._with_logprobs = with_logprobs
+        self._whole: Json = {
+            "id": id,
+            "object": "chat.completion" if self._chat else "text_completion",
+            "created": created,
+            "model": model,
+            "system_fingerprint": system_fingerprint,
+        }
+        self._chunk = self._whole | {"object": "chat.completion.chunk" if self._chat else "text_completion"}
+        if include_usage:
+            self._chunk["usage"] = None  # as OpenAI: named in every chunk, given in the last
+
+    def opening(self, index: int) -> Json | None:
+        """The chunk before the first delta of a choice; completions have none."""
+        if not self._chat:
+            return None
+        return self._with_choice(index, {"delta": {"role": "assistant", "content": ""}}, None, None)
+
+    def chunk(self, index: int, delta: Delta) -> Json:
+        content: Json
+        if self._chat:
+            content = {"delta": {"content": delta.text} if delta.text else {}}
+        else:
+            content = {"text": delta.text}
+        logprobs = self._logprobs(delta.logprobs) if delta.logprobs else None
+        return self._with_choice(index, content, logprobs, delta.finish_reason)
+
+    def usage_chunk(self, usage: Json) -> Json:
+        return {**self._chunk, "choices": [], "usage": usage}
+
+    def whole(self, choices: Sequence[ChoiceResult], usage: Json) -> Json:
+        """The body of an answer that is not streamed."""
+        return {**self._whole, "choices": [self._choice(i, c) for i, c in enumerate(choices)], "usage": usage}
+
+    def _with_choice(self, index: int, content: Json, logprobs: Json | None, finish_reason: str | None) -> Json:
+        choice = {"index": index, **content, "logprobs": logprobs, "finish_reason": finish_reason}
+        return {**self._chunk, "choices": [choice]}
+
+    def _choice(self, index: int, result: ChoiceResult) -> Json:
+        text = "".join(result.texts)
+        content: Json = {"message": {"role": "assistant", "content": text}} if self._chat else {"text": text}
+        logprobs = self._logprobs(result.logprobs) if self._with_logprobs else None
+        return {"index": index, **content, "logprobs": logprobs, "finish_reason": result.finish_reason}
+
+    def _logprobs(self, entries: Sequence[TokenLogprob]) -> Json:
+        if self._chat:
+            return {"content": [self._chat_entry(e) for e in entries]}
+        return {
+            "tokens": [self._tokenizer.token_text(e.token_id) for e in entries],
+            "token_logprobs": [_clamped(e.logprob) for e in entries],
+            "top_logprobs": [self._alternatives(e) for e in entries],
+            "text_offset": [e.offset for e in entries],
+        }
+
+    def _chat_entry(self, entry: TokenLogprob) -> Json:
+        top = [self._chat_token(token_id, logprob) for token_id, logprob in entry.top]
+        return {**self._chat_token(entry.token_id, entry.logprob), "top_logprobs": top}
+
+    def _chat_token(self, token_id: int, logprob: float) -> Json:
+        return {
+            "token": self._tokenizer.token_text(token_id),
+            "logprob": _clamped(logprob),
+            "bytes": list(self._tokenizer.token_bytes(token_id)),
+        }
+
+    def _alternatives(self, entry: TokenLogprob) -> dict[str, float]:
+        """By text, the drawn token among them; of two tokens with one text the likelier stays."""
+        best: dict[str, float] = {}
+        for token_id, logprob in (*entry.top, (entry.token_id, entry.logprob)):
+            best.setdefault(self._tokenizer.token_text(token_id), _clamped(logprob))
+        return best
+
+
+def _clamped(logprob: float) -> float:
+    """Within [LOGPROB_FLOOR, 0]; also for NaN, which compares with nothing."""
+    return min(logprob, 0.0) if logprob >= LOGPROB_FLOOR else LOGPROB_FLOOR
