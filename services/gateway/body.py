@@ -11,7 +11,7 @@ from services.gateway.errors import ApiError
 BODY_TIMEOUT_S = 30.0
 
 
-async def read_body(request: web.Request, max_bytes: int, timeout_s: float = BODY_TIMEOUT_S) -> bytes:
+async def read_body(request: web.Request, max_bytes: int) -> bytes:
     """The whole body; ApiError 408, 413 or 415."""
     if request.headers.get("Content-Encoding", "identity").strip().lower() not in ("", "identity"):
         raise ApiError(415, "a compressed body is not accepted", code="unsupported_encoding")
@@ -19,14 +19,14 @@ async def read_body(request: web.Request, max_bytes: int, timeout_s: float = BOD
         raise _too_large(max_bytes)
     parts, size = [], 0
     try:
-        async with asyncio.timeout(timeout_s):
+        async with asyncio.timeout(BODY_TIMEOUT_S):
             async for part in request.content.iter_any():
                 parts.append(part)
                 size += len(part)
                 if size > max_bytes:
                     raise _too_large(max_bytes)
     except TimeoutError:
-        raise ApiError(408, f"the body did not arrive within {timeout_s:g} s", code="body_timeout") from None
+        raise ApiError(408, f"the body did not arrive within {BODY_TIMEOUT_S:g} s", code="body_timeout") from None
     except web.RequestPayloadError:
         raise ApiError(400, "the body ended early or is not valid HTTP", code="incomplete_body") from None
     return b"".join(parts)

@@ -11,8 +11,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable
-
-from redis.asyncio import Redis
+from typing import Any
 
 from services.gateway.admission import unavailable
 from services.gateway.preparation import Limits
@@ -30,16 +29,21 @@ RETRY_AFTER_S = 2  # about what a worker's restart takes
 
 class Fleet:
     def __init__(
-        self, redis: Redis, records: Records, prefix: str, clock: Callable[[], float] = time.monotonic
+        self, redis: Any, records: Records, prefix: str, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._records = records
-        self._events = StreamReader(redis, prefix, {"events": "$"})
+        self._redis = redis
+        self._prefix = prefix
+        self._events: StreamReader | None = None
         self._clock = clock
         self._looked_at = -STALE_S
         self._alive: tuple[Member, ...] = ()
 
     async def turn(self) -> None:
-        """Waits for an event or for the next look to be due, and looks."""
+        """Waits for an event or for the next look to be due, and looks; the first one waits for nothing."""
+        if self._events is None:
+            newest = await in_time(self._redis.xrevrange(self._prefix + "events", count=1))
+            self._events = StreamReader(self._redis, self._prefix, {"events": newest[0][0].decode() if newest else "0"})
         left_s = self._looked_at + REFRESH_S - self._clock()
         if left_s > 0:
             block_ms = int(left_s * 1000) + 1

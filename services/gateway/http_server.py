@@ -5,8 +5,10 @@ Nothing here knows what is served: `Runner` is `web.AppRunner` for any applicati
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
+import socket
 from typing import Any
 
 from aiohttp import web
@@ -18,6 +20,7 @@ log = logging.getLogger(__name__)
 
 KEEP_ALIVE_S = 75.0  # also how long a client may take to send the head of its request
 LINGER_S = 2.0  # how long the rest of a refused body is read, so that the client gets to see the refusal
+SEND_BUFFER_BYTES = 128 * 1024  # what the kernel holds for a client that does not read; left alone it takes megabytes
 MAX_HEADER_BYTES = 8190
 MAX_HEADERS = 100
 SERVER_NAME = "headrace"
@@ -25,6 +28,11 @@ SERVER_NAME = "headrace"
 
 class _Connection(RequestHandler):
     __slots__ = ()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        sock = transport.get_extra_info("socket")
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
+        super().connection_made(transport)
 
     def handle_error(
         self, request: web.BaseRequest, status: int = 500, exc: BaseException | None = None, message: str | None = None

@@ -67,8 +67,9 @@ class Inflight:
         return self._membership.incarnation
 
     @property
-    def num_open(self) -> int:
-        return len(self._requests)
+    def requests(self) -> list[OpenRequest]:
+        """Those that are open."""
+        return list(self._requests.values())
 
     async def idle(self) -> None:
         """Returns when no request is open."""
@@ -212,7 +213,7 @@ class Inflight:
             for request in self._requests.values():
                 if request.gateway == self.incarnation:
                     request.fall_behind()  # what was written before the stream was there is in the log alone
-        for request in list(self._requests.values()):
+        for request in self.requests:
             if request.admitted and request.gateway != self.incarnation:
                 await self._attach_again(request)
         self._refresh_at = self._clock() + IDLE_REFRESH_MS / 1000
@@ -294,7 +295,7 @@ class Inflight:
 
     async def leave(self) -> None:
         """Cancels what is open and says that this incarnation is over."""
-        for request in list(self._requests.values()):
+        for request in self.requests:
             self.close(request)
         await self.settle()
         await self._membership.leave()

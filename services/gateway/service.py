@@ -71,12 +71,12 @@ class GatewayService:
             self._own, self._common.served_name, await self._secret(), self.inflight, self.fleet, self.metrics
         )
         pages = PageRoutes(state, self._intake, self.render_metrics, int(time.time()))
-        app = make_app(state, CompletionRoutes(state, self._intake), pages)
-        runner = Runner(app, shutdown_timeout_s=HANDLER_END_S)
+        self.app = make_app(state, CompletionRoutes(state, self._intake), pages)
+        runner = Runner(self.app, shutdown_timeout_s=HANDLER_END_S)
         await runner.setup()
         try:
             await self.inflight.refresh()
-            await self.fleet.look()
+            await self.fleet.turn()
             await self._listen(runner)
             await self._serve(state, runner, stop)
         finally:
@@ -107,7 +107,7 @@ class GatewayService:
             async with asyncio.timeout(self._own.drain_timeout_s):
                 await self.inflight.idle()
         except TimeoutError:
-            log.warning("%d open responses are ended", self.inflight.num_open)
+            log.warning("%d open responses are ended", len(self.inflight.requests))
         drained.set()
 
     async def _leave(self) -> None:
@@ -152,7 +152,7 @@ class GatewayService:
         await in_time(publishing)
 
     def _observe(self) -> None:
-        self.metrics.open_requests.set(self.inflight.num_open)
+        self.metrics.open_requests.set(len(self.inflight.requests))
         self.metrics.observe_process()
 
     async def render_metrics(self) -> bytes:

@@ -1,18 +1,24 @@
-"""A served model on a real Redis: a fake worker, and gateways without HTTP that can lose replies."""
+"""A served model on a real Redis: a fake worker, gateways without HTTP that can lose replies, and whole ones."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
+import aiohttp
 import pytest
 from redis.exceptions import ConnectionError
 
+from services.gateway import byte_tokenizer
 from services.gateway.inflight import Inflight
+from services.gateway.service import GatewayService
 from shared.bus import connect
-from shared.records import Records
+from shared.records import Records, RequestRecord
+from shared.runtime import Stop
 from shared.scripts import Scripts
+from shared.settings import CommonSettings, GatewaySettings
 from tests.gateway.fake_worker import FakeWorker
 
 MODEL = "tiny"
@@ -78,3 +84,77 @@ async def new_gateway(redis_url: str) -> AsyncIterator[GatewayMaker]:
 @pytest.fixture
 async def gateway(new_gateway: GatewayMaker) -> Gateway:
     return await new_gateway()
+
+
+class Served:
+    """A whole gateway on a port of its own, in this process, with a fake worker behind it."""
+
+    def __init__(self, service: GatewayService, worker: FakeWorker, session: aiohttp.ClientSession) -> None:
+        self.service = service
+        self.worker = worker
+        self.session = session
+        self.stop = Stop()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.service.port}"
+
+    async def post(self, path: str, body: Any, **options: Any) -> tuple[int, Any, aiohttp.ClientResponse]:
+        async with self.session.post(self.url + path, json=body, **options) as response:
+            return response.status, await response.json(content_type=None), response
+
+    async def get(self, path: str, **options: Any) -> tuple[int, Any, aiohttp.ClientResponse]:
+        async with self.session.get(self.url + path, **options) as response:
+            return response.status, await response.json(content_type=None), response
+
+
+@pytest.fixture
+async def serve_with(redis_url: str, worker: FakeWorker) -> AsyncIterator[Callable[..., Awaitable[Served]]]:
+    """Starts a gateway with these settings; ends it, which must leave nothing open."""
+    async with contextlib.AsyncExitStack() as stack:
+
+        async def start(**settings: Any) -> Served:
+            redis = connect(redis_url)
+            stack.push_async_callback(redis.aclose)
+            common = CommonSettings(redis_url=redis_url, model=byte_tokenizer.MODEL, served_model_name=MODEL)
+            own = GatewaySettings.model_validate({"port": 0, "drain_timeout_s": 0} | settings)
+            service = GatewayService(redis, byte_tokenizer.byte_tokenizer(), common, own)
+            session = await stack.enter_async_context(aiohttp.ClientSession())
+            served = Served(service, worker, session)
+            running = asyncio.ensure_future(service.run(served.stop))
+
+            async def end() -> None:
+                if not served.stop.is_set():
+                    served.stop.set()
+                await asyncio.wait_for(running, 10)
+
+            listening = asyncio.ensure_future(service.listening.wait())
+            await asyncio.wait([running, listening], return_when=asyncio.FIRST_COMPLETED)
+            if running.done():
+                listening.cancel()
+                running.result()
+            stack.push_async_callback(end)
+            return served
+
+        yield start
+
+
+@pytest.fixture
+async def served(serve_with: Callable[..., Awaitable[Served]]) -> Served:
+    return await serve_with()
+
+
+@pytest.fixture
+async def answering(worker: FakeWorker) -> AsyncIterator[Callable[..., None]]:
+    """Lets the fake worker answer everything in the background: `answering(reply, finish)`."""
+    tasks: list[asyncio.Task[None]] = []
+
+    def begin(reply: Callable[[RequestRecord, int], Any], finish: str = "length") -> None:
+        tasks.append(asyncio.ensure_future(worker.serve(reply, finish)))
+
+    yield begin
+    for task in tasks:
+        task.cancel()
+    for result in await asyncio.gather(*tasks, return_exceptions=True):
+        if isinstance(result, Exception):
+            raise result

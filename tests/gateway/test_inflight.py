@@ -67,7 +67,7 @@ async def test_tokens_come_back_in_order_and_the_outcome_last(gateway: Gateway, 
     gateway.inflight.close(request)
     await gateway.inflight.settle()
     assert "cancel_if" not in gateway.scripts.calls
-    assert gateway.inflight.num_open == 0
+    assert gateway.inflight.requests == []
 
 
 async def test_a_lost_admission_reply_is_repeated_and_admits_once(gateway: Gateway, worker: FakeWorker) -> None:
@@ -87,7 +87,7 @@ async def test_a_full_queue_says_when_to_come_back(
         await submitted(gateway)
     assert (refused.value.status, refused.value.retry_after_s) == (429, 1)
     assert what in refused.value.message
-    assert gateway.inflight.num_open == 1
+    assert len(gateway.inflight.requests) == 1
 
 
 async def test_the_wait_advised_grows_with_a_slow_drain(new_gateway: GatewayMaker, worker: FakeWorker) -> None:
@@ -119,7 +119,7 @@ async def test_a_full_server_refuses_new_requests_and_ends_old_ones(any_redis_ur
     finally:
         await gateway.redis.config_set("maxmemory", 0)
     assert (refused.value.status, refused.value.retry_after_s) == (503, 5)
-    assert gateway.inflight.num_open == 0
+    assert gateway.inflight.requests == []
     assert await state_of(gateway, f"{request.rid}.0") == ("done", gateway.inflight.incarnation)
     await gateway.redis.aclose()
 
@@ -354,10 +354,10 @@ async def test_a_client_that_leaves_while_being_admitted_leaves_nothing(gateway:
     submitting.cancel()
     with pytest.raises(asyncio.CancelledError):
         await submitting
-    assert gateway.inflight.num_open == 1
+    assert len(gateway.inflight.requests) == 1
     gateway.scripts.pause["admit"].set()
     await asyncio.wait_for(gateway.inflight.settle_next(), 5)
-    assert gateway.inflight.num_open == 0
+    assert gateway.inflight.requests == []
     assert "cancel_if" in gateway.scripts.calls
     assert await worker.queued() == []
 
