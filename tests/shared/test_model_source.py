@@ -195,8 +195,8 @@ def test_the_cache_follows_xdg(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert default_cache_dir() == tmp_path / "headrace"
     monkeypatch.setenv("XDG_CACHE_HOME", "")
-    monkeypatch.setenv("HOME", "/home/someone")
-    assert default_cache_dir() == Path("/home/someone/.cache/headrace")
+    monkeypatch.setenv("HOME", str(tmp_path / "someone"))
+    assert default_cache_dir() == tmp_path / "someone" / ".cache" / "headrace"
 
 
 def test_the_default_model_is_known() -> None:
