@@ -53,7 +53,7 @@ RUN pip install --no-build-isolation --no-deps --no-index --force-reinstall .
 FROM python:3.11-slim AS base
 RUN useradd --uid 10001 --user-group --no-create-home --home-dir /tmp --shell /usr/sbin/nologin headrace && \
     install -d -o headrace -g headrace /var/cache/headrace
-ENV PATH=/opt/headrace/bin:$PATH PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 \
+ENV PATH=/opt/headrace/bin:$PATH PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 PYTHONSAFEPATH=1 \
     HEADRACE_CACHE_DIR=/var/cache/headrace HEADRACE_STATE_DIR=/tmp/state HEADRACE_HEARTBEAT_FILE=/tmp/alive
 USER headrace
 WORKDIR /tmp
@@ -72,4 +72,5 @@ COPY deploy/ingress/nginx.conf /etc/nginx/nginx.conf
 COPY --chmod=755 deploy/ingress/healthy /usr/local/bin/healthy
 USER headrace
 EXPOSE 8080
+STOPSIGNAL SIGQUIT
 CMD ["nginx", "-g", "daemon off;"]

@@ -39,6 +39,7 @@ from shared.protocol import MemberKind
 from shared.records import Records
 from shared.scripts import Scripts
 from shared.settings import (
+    SCRIPTED_MODEL,
     CacheStoreSettings,
     CommonSettings,
     GatewaySettings,
@@ -82,6 +83,8 @@ class Plan:
         """SettingsError for any service's settings, before any of them is started."""
         for section in (SchedulerSettings, CacheStoreSettings, ScriptedSettings):
             load(section, environ)
+        if load(WorkerSettings, environ).engine == "scripted" and not environ.get(variable("model")):
+            environ = {**environ, variable("model"): SCRIPTED_MODEL}  # it speaks no other vocabulary
         return cls(
             load(CommonSettings, environ), load(GatewaySettings, environ), load(WorkerSettings, environ),
             load(ServeSettings, environ), dict(environ),
@@ -174,7 +177,8 @@ def serve(environ: Mapping[str, str]) -> int:
                 secret = plan.common.secret or state.secret()
                 plan = plan.with_environ(redis_url=f"unix://{socket_path(state.folder)}", secret=secret)
                 redis = redis_program(plan, server, state)
-            fetch_model(plan.common.model, plan.common.cache_dir)
+            if plan.common.model != SCRIPTED_MODEL:
+                fetch_model(plan.common.model, plan.common.cache_dir)
         except (CannotServe, RedisUnavailable, ModelSourceError) as e:
             sys.stderr.write(f"headrace: {e}\n")
             return 1

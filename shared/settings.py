@@ -30,6 +30,7 @@ from pydantic.fields import FieldInfo
 
 PREFIX = "HEADRACE_"
 DEFAULT_MODEL = "smollm2-135m-instruct"
+SCRIPTED_MODEL = "scripted"  # the vocabulary of `--engine scripted`: nothing to fetch
 
 
 class SettingsError(ValueError):

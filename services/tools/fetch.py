@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from services.model_download import fetch_model
 from shared.model_source import KNOWN, ModelSourceError
 from shared.options import add_options, given
-from shared.settings import CommonSettings, SettingsError, current_environ, load
+from shared.settings import SCRIPTED_MODEL, CommonSettings, SettingsError, current_environ, load
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -25,7 +25,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     try:
         common = load(CommonSettings, current_environ() | given(options, [CommonSettings]))
-        source = fetch_model(options.model_argument or common.model, common.cache_dir)
+        spec = options.model_argument or common.model
+        if spec == SCRIPTED_MODEL:
+            sys.stdout.write("The scripted engine needs no files.\n")
+            return 0
+        source = fetch_model(spec, common.cache_dir)
     except (SettingsError, ModelSourceError) as e:
         sys.stderr.write(f"headrace fetch: {e}\n")
         return 1

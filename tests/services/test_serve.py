@@ -24,7 +24,7 @@ from services.serve import CannotServe, Plan, check_ports, programs
 from shared.embedded_redis import StateFolder
 from shared.runtime import EXIT_CONFIG
 from shared.scripts import prefix_of
-from shared.settings import SettingsError
+from shared.settings import DEFAULT_MODEL, SCRIPTED_MODEL, SettingsError
 from tests.helpers import free_port, wait_until_sync
 
 ROOT = Path(__file__).parents[2]
@@ -248,6 +248,12 @@ def test_numbers_of_services_and_their_ports() -> None:
     assert found["gateway-1"].environ("g-1")["HEADRACE_PORT"] == "9001"
     stages = [found[name].stage for name in ("gateway-0", "scheduler-0", "worker", "cache-store")]
     assert stages == sorted(stages) and max(stages) < serve_module.REDIS_STAGE
+
+
+def test_the_scripted_engine_brings_its_vocabulary() -> None:
+    assert Plan.load({"HEADRACE_ENGINE": "scripted"}).common.model == SCRIPTED_MODEL
+    assert Plan.load({"HEADRACE_ENGINE": "scripted", "HEADRACE_MODEL": "m"}).common.model == "m"
+    assert Plan.load({}).common.model == DEFAULT_MODEL
 
 
 def test_settings_of_every_service_are_checked_first() -> None:

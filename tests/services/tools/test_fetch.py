@@ -35,6 +35,10 @@ def test_the_environment_names_the_model_and_the_folder(
     assert seen[0] == ("hf:a/b", tmp_path) and seen[1][0] == "other"
 
 
+def test_the_scripted_engine_needs_no_files() -> None:
+    assert fetch.main(["scripted"]) == 0
+
+
 def test_a_model_that_cannot_be_had_is_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
     assert fetch.main(["no-such-model"]) == 1
     error = capsys.readouterr().err
