@@ -13,7 +13,7 @@ from shared.block_keys import chain, next_key, root_key
 from shared.protocol import Inventory, InventoryEntry, Seal, pack_ids
 
 MAX_PAGE_BYTES = 256 * 1024
-ENTRY_BYTES = 96  # of an inventory entry without its tokens: two keys, field names
+ENTRY_BYTES = 112  # of an inventory entry without its tokens: two keys, field names
 
 
 class SealedBlocks:

@@ -1,0 +1,181 @@
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+
+from services.gpu_worker.batch import Chunk, SampledToken
+from services.gpu_worker.engine_thread import EngineLoop
+from services.gpu_worker.running_set import Change, RunningSet
+from services.gpu_worker.scripted_engine import ScriptedEngine
+from shared import scripted_vocab as vocab
+from shared.protocol import Cancel, Outcome, decode_as
+from tests.gpu_worker.builders import ended, make_admission, make_admit, make_engine, make_running
+from tests.helpers import wait_until_sync
+
+PROMPT = list(b"abcdef")
+
+
+class Recorder:
+    """An engine that keeps which batches it was asked for, and lets a test stand between."""
+
+    def __init__(self, engine: ScriptedEngine) -> None:
+        self.info = engine.info
+        self.batches: list[list[str]] = []
+        self._engine = engine
+
+    def step(self, chunks: Sequence[Chunk]) -> list[SampledToken | None]:
+        self.batches.append([c.seq.sid for c in chunks])
+        return self._engine.step(chunks)
+
+
+def make_loop(num_blocks: int = 64, **options: Any) -> tuple[EngineLoop, RunningSet, Recorder]:
+    running = make_running(num_blocks)
+    engine = Recorder(make_engine(running, **options))
+    return EngineLoop(engine, running), running, engine
+
+
+def submit(loop: EngineLoop, number: int, prompt: list[int] = PROMPT, **params: Any) -> str:
+    """Admits r<number>.0 into blocks of its own."""
+    sid = f"r{number}.0"
+    admit = make_admit(sid, block_ids=range(4 * number, 4 * number + 4))
+    loop.submit(Change("run", 1, admit, make_admission(prompt, **params)))
+    return sid
+
+
+def outcomes(running: RunningSet) -> dict[str, Outcome]:
+    return {e.sid: decode_as(Outcome, e.outcome) for e in running.ledger.build().entries if e.outcome}
+
+
+def run_dry(loop: EngineLoop) -> None:
+    while loop.step_once():
+        pass
+
+
+@pytest.fixture
+def threads() -> Iterator[list[EngineLoop]]:
+    """Loops whose thread is stopped after the test."""
+    loops: list[EngineLoop] = []
+    yield loops
+    for loop in loops:
+        loop.stop()
+
+
+def test_a_round_applies_changes_and_steps() -> None:
+    loop, running, engine = make_loop()
+    assert not loop.step_once()
+    submit(loop, 0, max_tokens=2)
+    assert loop.step_once() and loop.step_once() and not loop.step_once()
+    assert engine.batches == [["r0.0"], ["r0.0"]] and loop.num_steps == 2
+    assert (loop.num_prefilled, loop.num_drawn) == (6, 2) and outcomes(running)["r0.0"].reason == "length"
+
+
+@pytest.mark.parametrize("poison", [[0], [3], [4], [1, 2], [0, 4]])
+def test_only_those_that_fail_alone_end_and_their_mates_are_untouched(poison: list[int]) -> None:
+    loop, running, engine = make_loop()
+    bad = [vocab.RAISE, 2, 7, 7]  # at its third token
+    for number in range(5):
+        submit(loop, number, bad if number in poison else [number, *PROMPT], max_tokens=6)
+    run_dry(loop)
+    for sid, outcome in outcomes(running).items():
+        number = int(sid[1])
+        (account,) = [a for a in running.ledger._accounts.values() if a.seq.sid == sid]
+        tokens = account.seq.token_ids[account.seq.num_prompt_tokens :]
+        if number in poison:
+            assert (outcome.code, outcome.num_tokens) == ("engine_error", 2)
+        else:
+            assert outcome.reason == "length" and tokens == vocab.answer([number, *PROMPT], 6)
+    assert len(outcomes(running)) == 5
+
+
+def test_blocks_of_a_failed_step_are_not_sealed() -> None:
+    loop, running, _ = make_loop()
+    submit(loop, 0, [vocab.RAISE, 0, 1, 2, 3])
+    run_dry(loop)
+    assert outcomes(running)["r0.0"].code == "engine_error"
+    assert not len(running.sealed) and not running.outbox.carry(()).seals
+
+
+def test_results_that_do_not_match_the_chunks_are_a_failure() -> None:
+    class Short(Recorder):
+        def step(self, chunks: Sequence[Chunk]) -> list[SampledToken | None]:
+            return super().step(chunks)[1:]
+
+    running = make_running()
+    loop = EngineLoop(Short(make_engine(running)), running)
+    submit(loop, 0)
+    run_dry(loop)
+    assert outcomes(running)["r0.0"].code == "engine_error"
+
+
+def test_changes_are_applied_between_steps_in_order(threads: list[EngineLoop]) -> None:
+    """A cancel that arrives during a step takes effect after it; the change behind it comes after it."""
+    entered, go_on = threading.Event(), threading.Event()
+
+    def sleep(_: float) -> None:
+        entered.set()
+        go_on.wait(10)
+
+    loop, running, engine = make_loop(step_s=1.0, sleep=sleep)
+    threads.append(loop)
+    submit(loop, 0)
+    loop.start(lambda: None)
+    assert entered.wait(10)
+    loop.submit(Change("run", 1, Cancel(sid="r0.0", epoch=1)))
+    submit(loop, 0, max_tokens=1)  # the same epoch: ignored, unless the cancel came first
+    assert list(running.sequences) == ["r0.0"] and not ended(running)
+    go_on.set()
+    wait_until_sync(lambda: ("r0.0", 1, "length") in ended(running))
+    assert [e[2] for e in ended(running)] == ["cancelled", "length"]
+
+
+def test_an_idle_thread_sleeps_until_there_is_a_change(threads: list[EngineLoop]) -> None:
+    loop, running, _ = make_loop()
+    threads.append(loop)
+    progress = threading.Semaphore(0)
+    rounds = []
+    once = loop.step_once
+    loop.step_once = lambda: rounds.append(once()) or rounds[-1]  # type: ignore[method-assign, func-returns-value]
+    loop.start(progress.release)
+    wait_until_sync(lambda: rounds == [False])
+    submit(loop, 0, max_tokens=2)
+    assert progress.acquire(timeout=10)
+    wait_until_sync(lambda: rounds == [False, True, True, False])
+    assert outcomes(running)["r0.0"].reason == "length"
+
+
+def test_a_thread_that_dies_says_why(threads: list[EngineLoop]) -> None:
+    loop, running, _ = make_loop()
+    threads.append(loop)
+    running.apply = lambda change: 1 / 0  # type: ignore[method-assign, assignment, return-value]
+    died = threading.Event()
+    loop.start(died.set)
+    submit(loop, 0)
+    assert died.wait(10) and isinstance(loop.failure, ZeroDivisionError)
+
+
+def test_a_new_life_during_a_step_drops_its_results() -> None:
+    loop, running, _ = make_loop(step_s=1.0, sleep=lambda _: loop.reset())
+    submit(loop, 0)
+    loop.step_once()
+    assert not running.has_work and not running.outbox and not len(running.sealed)
+
+
+def test_a_step_that_does_not_end_is_hung() -> None:
+    clock = [0.0]
+    seen: list[bool] = []
+
+    def sleep(seconds: float) -> None:
+        for now in (4.9, 5.1):
+            clock[0] = start[0] + now
+            seen.append(loop.hung)
+
+    running = make_running()
+    loop = EngineLoop(make_engine(running, step_s=1.0, sleep=sleep), running, clock=lambda: clock[0])
+    loop.cost.observe(1, 0, 1, 0.001)  # steps are known to be short
+    start = [0.0]
+    submit(loop, 0, max_tokens=1)
+    loop.step_once()
+    assert seen == [False, True] and not loop.hung

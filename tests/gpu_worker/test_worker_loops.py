@@ -1,0 +1,185 @@
+"""The worker as it lives in a process: its loops, its engine thread, its end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from services.gpu_worker.composer import Budget
+from services.gpu_worker.loops import WorkerLoops
+from services.gpu_worker.scripted_engine import ScriptedEngine, validate
+from services.gpu_worker.service import EngineHung, WorkerService
+from shared import scripted_vocab as vocab
+from shared.bus import connect
+from shared.protocol import RunningState, TakeOver
+from shared.runtime import Stop
+from tests.gpu_worker.builders import BLOCK_SIZE
+from tests.gpu_worker.worker_bench import MODEL, SCHEDULER, Clock, WorkerBench
+from tests.helpers import wait_until
+
+PROMPT = list(b"abcdef")
+
+
+class Running:
+    def __init__(self, bench: WorkerBench, stop: Stop, task: asyncio.Task[None]) -> None:
+        self.bench = bench
+        self.stop = stop
+        self.task = task
+
+    async def take_over(self) -> None:
+        bench = self.bench
+        bench.term, _ = await bench.scripts.take_lease("run", bench.worker.incarnation, SCHEDULER, 60_000)
+        await bench.plan(TakeOver(term=bench.term, inbox=SCHEDULER))
+
+        async def answered() -> bool:
+            return any(isinstance(m, RunningState) and m.term == bench.term for m in await bench.inbox())
+
+        await wait_until(answered)
+
+    async def state(self, sid: str) -> str:
+        return (await self.bench.record(sid)).state
+
+
+@contextlib.asynccontextmanager
+async def worker_running(url: str, **engine_options: Any) -> AsyncIterator[Running]:
+    clients = [connect(url) for _ in range(4)]
+    engine = ScriptedEngine(num_blocks=64, block_size=BLOCK_SIZE, max_model_len=64, **engine_options)
+    worker = WorkerService(
+        clients[0], MODEL, engine, capacity=Budget(32, 8, 32), validate=validate, blocking=clients[1],
+        heartbeat=clients[2],
+    )  # fmt: skip
+    bench = WorkerBench(clients[3], worker, Clock())
+    await bench.join_others()
+    stop = Stop()
+    task = asyncio.create_task(WorkerLoops(worker, flush_interval_s=0.01).run(stop))
+    running = Running(bench, stop, task)
+    try:
+        await wait_until(lambda: worker.life.joined)
+        await running.take_over()
+        yield running
+    finally:
+        if not stop.is_set():
+            stop.set()
+        with contextlib.suppress(EngineHung, ZeroDivisionError):
+            await task
+        for client in clients:
+            await client.aclose()
+
+
+async def test_requests_are_served_and_the_worker_leaves_in_order(redis_url: str) -> None:
+    async with worker_running(redis_url, step_s=0.001) as running:
+        bench = running.bench
+        sids = [
+            await bench.place([n, *PROMPT], rid=f"r{n}", block_ids=range(8 * n, 8 * n + 8), max_tokens=20)
+            for n in range(4)
+        ]
+        for n, sid in enumerate(sids):
+            await wait_until(lambda sid=sid: _is(running, sid, "done"))  # type: ignore[misc]
+            assert await bench.log(sid) == vocab.answer([n, *PROMPT], 20)
+        running.stop.set()
+        await running.task
+        assert not (await bench.records.members())[bench.worker.incarnation][1]
+
+
+async def _is(running: Running, sid: str, state: str) -> bool:
+    return await running.state(sid) == state
+
+
+async def test_a_first_token_does_not_wait_for_the_interval(redis_url: str) -> None:
+    """The engine stands still after each token until the last one is in the log."""
+    turns = threading.Semaphore(0)
+    async with worker_running(redis_url, step_s=1.0, sleep=lambda _: turns.acquire(timeout=10)) as running:
+        bench = running.bench
+        sid = await bench.place(PROMPT, max_tokens=3)
+        for count in (1, 2, 3):
+            turns.release()
+            await wait_until(lambda count=count: _has(bench, sid, count))  # type: ignore[misc]
+        assert await running.state(sid) == "done"
+
+
+async def _has(bench: WorkerBench, sid: str, count: int) -> bool:
+    return (await bench.record(sid)).num_tokens == count
+
+
+async def test_a_sigterm_hands_running_sequences_back(redis_url: str) -> None:
+    async with worker_running(redis_url, step_s=0.005) as running:
+        bench = running.bench
+        sid = await bench.place(PROMPT, block_ids=range(16), max_tokens=50)
+        await wait_until(lambda: _has_some(bench, sid))
+        running.stop.set()
+        await running.task
+        record = await bench.record(sid)
+        assert (record.state, record.strikes) == ("queued", 0)
+        assert await bench.log(sid) == vocab.answer(PROMPT, record.num_tokens)
+
+
+async def _has_some(bench: WorkerBench, sid: str) -> bool:
+    return (await bench.record(sid)).num_tokens > 0
+
+
+async def test_a_lapsed_worker_comes_back_by_itself(redis_url: str) -> None:
+    async with worker_running(redis_url, step_s=0.005) as running:
+        bench = running.bench
+        sid = await bench.place(PROMPT, block_ids=range(16), max_tokens=50)
+        await wait_until(lambda: _has_some(bench, sid))
+        old = bench.worker.incarnation
+        await bench.redis.delete(bench.key("lease", "worker", old))
+        await wait_until(lambda: bench.worker.incarnation != old and bench.worker.life.joined)
+        await running.take_over()
+        await wait_until(lambda: _is(running, sid, "queued"))
+        await bench.assign(sid, 1, block_ids=range(16, 32))
+        await wait_until(lambda: _is(running, sid, "done"))
+        assert await bench.log(sid) == vocab.answer(PROMPT, 50)
+
+
+async def test_a_cut_connection_is_repeated_and_nothing_is_lost(redis_url: str) -> None:
+    async with worker_running(redis_url, step_s=0.005) as running:
+        bench = running.bench
+        sid = await bench.place(PROMPT, block_ids=range(16), max_tokens=50)
+        for _ in range(5):
+            await wait_until(lambda: _has_some(bench, sid))
+            await bench.redis.client_kill_filter(_type="normal", skipme=True)
+        await wait_until(lambda: _is(running, sid, "done"))
+        assert await bench.log(sid) == vocab.answer(PROMPT, 50)
+
+
+async def test_an_idle_worker_sends_next_to_nothing(redis_url: str) -> None:
+    async with worker_running(redis_url) as running:
+        bench = running.bench
+        sid = await bench.place(PROMPT, max_tokens=2)
+        await wait_until(lambda: _is(running, sid, "done"))
+        await wait_until(lambda: not bench.worker.lease_is_short)
+        before = await _num_commands(bench)
+        await asyncio.sleep(1.0)  # the time is what is measured
+        assert await _num_commands(bench) - before <= 12
+
+
+async def _num_commands(bench: WorkerBench) -> int:
+    return int((await bench.redis.info("stats"))["total_commands_processed"])
+
+
+async def test_a_hung_engine_ends_the_process_and_its_lease(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    never = threading.Event()
+    monkeypatch.setattr("services.gpu_worker.step_cost.FIRST_HANG_S", 0.3)
+    async with worker_running(redis_url, hang=lambda: never.wait(20)) as running:
+        bench = running.bench
+        sid = await bench.place([vocab.HANG, 0])
+        with pytest.raises(EngineHung):
+            await asyncio.wait_for(asyncio.shield(running.task), 20)
+        never.set()
+        assert not (await bench.records.members())[bench.worker.incarnation][1]
+        assert await running.state(sid) == "placed"  # the scheduler finds it, and counts the strike
+
+
+async def test_a_dead_engine_thread_ends_the_process(redis_url: str) -> None:
+    async with worker_running(redis_url) as running:
+        bench = running.bench
+        bench.worker.running.prepare = lambda n: 1 / 0  # type: ignore[method-assign, assignment, return-value]
+        await bench.place(PROMPT)
+        with pytest.raises(ZeroDivisionError):
+            await asyncio.wait_for(asyncio.shield(running.task), 20)
