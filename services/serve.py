@@ -209,8 +209,12 @@ class _Serving:
         loop = asyncio.get_running_loop()
         for sig in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(sig, self.supervisor.stop)
+        log.info(
+            "starting %s; the state is in %s", common.served_name, common.state_dir if self.redis else "the given Redis"
+        )
         try:
             await self._until_stopped()
+            log.info("stopping; a second signal ends everything at once")
         except CannotServe as e:
             log.error("%s", e)
             self.supervisor.status = 1
