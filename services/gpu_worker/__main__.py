@@ -1,0 +1,146 @@
+"""Starts a worker: `python -m services.gpu_worker`, configured by the environment.
+
+The engine is loaded before anything is announced: a worker that cannot load says why, and exits with EXIT_CONFIG.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import socket
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+
+from tqdm import tqdm
+
+from services.gpu_worker import scripted_engine
+from services.gpu_worker.admission import Validate
+from services.gpu_worker.batch import Engine
+from services.gpu_worker.composer import Budget
+from services.gpu_worker.loops import WorkerLoops
+from services.gpu_worker.scripted_engine import ScriptedEngine
+from services.gpu_worker.service import EngineHung, WorkerService
+from shared import bootstrap, bus, model_source
+from shared.runtime import Stop
+from shared.settings import CommonSettings, ScriptedSettings, SettingsError, WorkerSettings
+
+log = logging.getLogger(__name__)
+
+FLUSH_INTERVAL_S = 0.010
+SHARED_CORES_FLUSH_INTERVAL_S = 0.025  # where compute threads use all cores, and every flush takes from them
+SCRIPTED_MAX_MODEL_LEN = 4096
+EXIT_HUNG = 70  # EX_SOFTWARE: only a new process helps
+
+Loaded = tuple[Engine, Validate]
+
+
+async def serve(stop: Stop, common: CommonSettings, own: WorkerSettings, scripted: ScriptedSettings) -> int:
+    loaded = await _unless_stopped(stop, lambda: _load(common, own, scripted))
+    if loaded is None:
+        return 0
+    engine, validate = loaded
+    clients = [bus.connect(common.redis_url) for _ in range(3)]
+    try:
+        await bus.wait_for_redis(clients[0], timeout_s=30)
+        service = WorkerService(
+            clients[0], common.served_name, engine, validate=validate, name=socket.gethostname(),
+            incarnation=common.incarnation, enable_prefix_caching=own.enable_prefix_caching,
+            max_step_s=own.max_step_ms / 1000, blocking=clients[1], heartbeat=clients[2],
+            capacity=Budget(own.max_num_batched_tokens, own.max_num_seqs, prefill_chunk=own.max_num_batched_tokens),
+        )  # fmt: skip
+        await WorkerLoops(service, _flush_interval_s(own)).run(stop)
+    except EngineHung as e:
+        log.error("%s", e)
+        return EXIT_HUNG
+    finally:
+        for client in clients:
+            await client.aclose()
+    return 0
+
+
+async def _unless_stopped(stop: Stop, load: Callable[[], Loaded]) -> Loaded | None:
+    """The result of a load that takes its time, in a thread that nobody waits for once the process is stopped."""
+    loop, finished, results = asyncio.get_running_loop(), asyncio.Event(), deque[Loaded | Exception]()
+
+    def run() -> None:
+        try:
+            results.append(load())
+        except Exception as e:  # raised again below, in the thread that waits for it
+            results.append(e)
+        with contextlib.suppress(RuntimeError):  # the event loop is closed: nobody waits any more
+            loop.call_soon_threadsafe(finished.set)
+
+    threading.Thread(target=run, name="load", daemon=True).start()
+    waits = [asyncio.ensure_future(finished.wait()), asyncio.ensure_future(stop.wait())]
+    await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+    for wait in waits:
+        wait.cancel()
+    if stop.is_set():
+        return None
+    result = results[0]
+    if isinstance(result, Exception):
+        raise result
+    return result
+
+
+def _load(common: CommonSettings, own: WorkerSettings, scripted: ScriptedSettings) -> Loaded:
+    """SettingsError, in a sentence, for a model or a setting that cannot be served."""
+    started = time.monotonic()
+    try:
+        loaded = _scripted(own, scripted) if own.engine == "scripted" else _torch(common, own)
+    except ValueError as e:
+        raise SettingsError(f"{common.model} cannot be served: {e}") from e
+    info = loaded[0].info
+    log.info(
+        "%s loaded in %.1f s: context %d, %d KV blocks of %d tokens, variant %s", common.served_name,
+        time.monotonic() - started, info.max_model_len, info.num_blocks, info.block_size, info.variant,
+    )  # fmt: skip
+    return loaded
+
+
+def _scripted(own: WorkerSettings, scripted: ScriptedSettings) -> Loaded:
+    engine = ScriptedEngine(
+        num_blocks=scripted.scripted_num_blocks, block_size=own.block_size,
+        max_model_len=own.max_model_len or SCRIPTED_MAX_MODEL_LEN, step_s=scripted.scripted_step_ms / 1000,
+        token_s=scripted.scripted_token_ms / 1000, crash_on=scripted.scripted_crash_on.encode(),
+        hang_on=scripted.scripted_hang_on.encode(), raise_on=scripted.scripted_raise_on.encode(),
+    )  # fmt: skip
+    return engine, scripted_engine.validate
+
+
+def _torch(common: CommonSettings, own: WorkerSettings) -> Loaded:
+    # imported here: a scripted worker needs no torch, and importing it takes seconds
+    from services.gpu_worker.engine import TorchEngine
+    from services.gpu_worker.sampler import validate
+
+    source = model_source.resolve(common.model, common.cache_dir)
+    with tqdm(desc=f"Loading {source.name}", unit_scale=True, disable=None) as bar:
+
+        def show(num_done: int, num_total: int) -> None:
+            bar.total = num_total
+            bar.update(num_done - bar.n)
+
+        engine = TorchEngine.load(
+            source.path, kv_cache_bytes=own.kv_cache_bytes or None, block_size=own.block_size,
+            max_model_len=own.max_model_len or None, kv_cache_dtype=own.kv_cache_dtype, num_threads=_num_threads(own),
+            progress=show,
+        )  # fmt: skip
+    return engine, validate
+
+
+def _num_threads(own: WorkerSettings) -> int:
+    return own.threads or len(os.sched_getaffinity(0))
+
+
+def _flush_interval_s(own: WorkerSettings) -> float:
+    computes_on_all = own.engine == "torch" and _num_threads(own) >= len(os.sched_getaffinity(0))
+    return SHARED_CORES_FLUSH_INTERVAL_S if computes_on_all else FLUSH_INTERVAL_S
+
+
+if __name__ == "__main__":
+    sys.exit(bootstrap.start("gpu_worker", serve))
