@@ -159,7 +159,6 @@ class BlockManager:
             return Sealed(False)
         self.counts.seals += 1
         hold.keys.append(entry.key)
-        self.leaders.sealed(hold.sid, entry.key)
         if twin is None:
             self.index.add(block_id, entry)
         if twin is None or twin == block_id:

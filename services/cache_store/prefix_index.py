@@ -113,7 +113,8 @@ class PrefixIndex:
 
 
 class Leaders:
-    """Who computes which key first. A sequence leads a key until it seals it or is forgotten."""
+    """Who computes which key first. Ask only about keys that are not sealed: a leader keeps its keys until it is
+    forgotten, and until then holds the blocks it sealed."""
 
     def __init__(self) -> None:
         self._leader_of: dict[bytes, tuple[str, int]] = {}  # key -> sequence, number of the block in it
@@ -138,18 +139,11 @@ class Leaders:
             last_index = index
         return leader, last_index
 
-    def sealed(self, sid: str, key: bytes) -> None:
-        if self._leader_of.get(key, ("", -1))[0] == sid:
-            del self._leader_of[key]
-
     def forget(self, sid: str) -> None:
         """The sequence computes nothing any more."""
         for key in self._keys_of.pop(sid, ()):
-            self.sealed(sid, key)
-
-    def clear(self) -> None:
-        self._leader_of.clear()
-        self._keys_of.clear()
+            if self._leader_of.get(key, ("", -1))[0] == sid:
+                del self._leader_of[key]
 
     def sequences(self) -> set[str]:
         """Everybody who leads a key now."""

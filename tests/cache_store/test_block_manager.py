@@ -148,6 +148,13 @@ def test_a_released_epoch_can_be_ensured_anew(calls: Numbered) -> None:
     assert calls.table("a") != ()
 
 
+def test_a_late_release_does_not_end_what_was_asked_for_again(calls: Numbered) -> None:
+    calls.ensure("a", PROMPT, at=1)
+    table = calls.ensure("a", PROMPT, at=3).block_ids
+    calls.release("a", at=2)
+    assert calls.table("a") == table
+
+
 def test_a_full_pool_answers_full_and_changes_nothing(make_calls: Callable[[int], Numbered]) -> None:
     calls = make_calls(5)
     calls.compute("x", PROMPT[:5])

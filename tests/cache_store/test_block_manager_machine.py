@@ -138,8 +138,6 @@ class BlockManagerMachine(RuleBasedStateMachine):
         part = s.prefix(index)[-SIZE:]
         result = self.do("seal", sid, s.epoch, index, block_id, part)
         s.num_sealed += 1
-        if self.leads.get(s.prefix(index)) == sid:
-            del self.leads[s.prefix(index)]
         self.expect_sealed(s, index, result, twin)
 
     def expect_sealed(self, s: Sequence, index: int, result: Sealed, twin: int | None) -> None:

@@ -115,6 +115,15 @@ def test_calls_from_before_the_report_change_nothing(calls: Numbered) -> None:
     assert calls.table("a") == table and calls.grant(0) == (spare,) and calls.num_free == 12
 
 
+def test_a_new_scheduler_numbers_its_calls_anew(calls: Numbered) -> None:
+    calls.ensure("a", PROMPT, at=50)
+    calls.grant(1, at=51)
+    calls.release("a", at=52)
+    calls.reconcile([], at=1)
+    assert calls.ensure("a", PROMPT, at=2).status == "ok"
+    assert len(calls.grant(2, at=3)) == 2
+
+
 def test_a_sequence_in_the_report_keeps_its_table_when_it_is_ensured(calls: Numbered) -> None:
     table = calls.compute("x", PROMPT)
     calls.reconcile([("a", 1, SALT, table)])

@@ -121,6 +121,14 @@ def test_a_drop_older_than_the_remap_is_ignored(calls: Numbered) -> None:
     assert calls.manager.pool.num_refs(old) == 1
 
 
+def test_a_drop_older_than_the_last_answer_with_the_remap_is_ignored(calls: Numbered) -> None:
+    _, old = twins(calls)
+    late = calls.last + 1
+    calls.seal("b", 0, PROMPT, old, at=late + 1)
+    calls.drop("b", old, at=late)
+    assert calls.manager.pool.num_refs(old) == 1
+
+
 def test_a_drop_of_what_is_not_retired_is_ignored(calls: Numbered) -> None:
     a, old = twins(calls)
     calls.drop("b", a)

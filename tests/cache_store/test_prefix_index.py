@@ -139,16 +139,6 @@ def test_a_leader_counts_up_to_the_first_gap() -> None:
     assert leaders.find(KEYS[:4]) == ("a", 6)
 
 
-def test_a_sealed_key_is_not_led_any_more() -> None:
-    leaders = Leaders()
-    leaders.lead("a", KEYS[:2], 0)
-    leaders.sealed("b", KEYS[0])
-    assert leaders.find(KEYS[:2]) == ("a", 1)
-    leaders.sealed("a", KEYS[0])
-    assert leaders.find(KEYS[:2]) is None
-    assert leaders.find(KEYS[1:2]) == ("a", 1)
-
-
 def test_a_forgotten_leader_leaves_the_keys_of_others() -> None:
     leaders = Leaders()
     leaders.lead("a", KEYS[:1], 0)
@@ -156,3 +146,9 @@ def test_a_forgotten_leader_leaves_the_keys_of_others() -> None:
     leaders.forget("b")
     leaders.forget("b")
     assert leaders.sequences() == {"a"}
+    assert leaders.find(KEYS[:2]) == ("a", 0)
+    leaders.lead("b", KEYS[:2], 0)
+    leaders.forget("a")
+    assert leaders.find(KEYS[:2]) is None and leaders.find(KEYS[1:]) == ("b", 1)
+    leaders.forget("b")
+    assert leaders.sequences() == set()
