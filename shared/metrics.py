@@ -6,6 +6,7 @@ soon after its service. Knows nothing of what is measured: services declare thei
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable
 from typing import Any
 
@@ -13,6 +14,7 @@ import msgpack
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import Metric
 from prometheus_client.exposition import generate_latest
+from redis.exceptions import OutOfMemoryError
 
 SNAPSHOT_TTL_MS = 15_000
 PUBLISH_EVERY_S = 2.0
@@ -52,7 +54,9 @@ def render(snapshots: Iterable[tuple[str, str, bytes]]) -> bytes:
 
 
 async def publish(redis: Any, prefix: str, kind: str, incarnation: str, registry: CollectorRegistry) -> None:
-    await redis.set(f"{prefix}metrics:{kind}:{incarnation}", snapshot(registry), px=SNAPSHOT_TTL_MS)
+    """Leaves it out while Redis is full: others need the room."""
+    with contextlib.suppress(OutOfMemoryError):
+        await redis.set(f"{prefix}metrics:{kind}:{incarnation}", snapshot(registry), px=SNAPSHOT_TTL_MS)
 
 
 async def collect(redis: Any, prefix: str, members: Iterable[tuple[str, str]]) -> list[tuple[str, str, bytes]]:

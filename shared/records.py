@@ -5,11 +5,11 @@ Plain commands, not scripts: what is read may be old by the time it is used, and
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from shared.protocol import Member, ProtocolError, RequestSpec, TokenChunk, decode_as, unpack_ids
+from shared.protocol import Member, MemberKind, ProtocolError, RequestSpec, TokenChunk, decode_as, unpack_ids
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +23,8 @@ class SequenceRecord:
     strikes: int
     num_prompt_tokens: int
     outcome: bytes
+    priority: int = 0
+    arrival_ms: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +65,8 @@ class Records:
             num_tokens=int(f[b"num_tokens"]),
             strikes=int(f[b"strikes"]),
             num_prompt_tokens=int(f[b"prompt_tokens"]),
+            priority=int(f[b"priority"]),
+            arrival_ms=int(f[b"arrival_ms"]),
             outcome=f.get(b"outcome", b""),
         )
 
@@ -73,6 +77,26 @@ class Records:
 
     async def placed_on(self, worker: str) -> list[str]:
         return sorted(sid.decode() for sid in await self._redis.smembers(f"{self._prefix}on:{worker}"))
+
+    async def readers(self, sids: Sequence[str]) -> dict[str, tuple[str, int]]:
+        """sid -> (the gateway that reads it, attach number) of those that have not ended."""
+        if not sids:
+            return {}
+        async with self._redis.pipeline(transaction=False) as pipe:
+            for sid in sids:
+                pipe.hmget(f"{self._prefix}s:{sid}", ["state", "gateway", "attach"])
+            rows = await pipe.execute()
+        return {
+            sid: (gateway.decode(), int(attach))
+            for sid, (state, gateway, attach) in zip(sids, rows, strict=True)
+            if state in (b"queued", b"placed")
+        }
+
+    async def alive(self, kind: MemberKind, incarnations: Collection[str]) -> set[str]:
+        """Those of them that have a lease."""
+        ids = sorted(incarnations)
+        leases = await self._redis.mget([f"{self._prefix}lease:{kind}:{i}" for i in ids]) if ids else []
+        return {i for i, lease in zip(ids, leases, strict=True) if lease is not None}
 
     async def members(self) -> dict[str, tuple[Member, bool]]:
         """Every incarnation, with whether its lease is alive."""

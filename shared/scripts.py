@@ -126,6 +126,10 @@ class Scripts:
         event = encode(Event(kind="cancelled", id=sids[0].rpartition(".")[0]))
         return int(await self._run("cancel_if", attach, encode(outcome), event, *sids))
 
+    async def condemn(self, sid: str, epoch: int, outcome: Outcome, reason: str) -> bool:
+        """Ends a sequence that workers die of, and keeps it for people in the stream `dead`."""
+        return bool(await self._run("condemn", sid, epoch, encode(outcome), reason))
+
     async def requeue(self, sid: str, epoch: int, strikes: int = 0) -> bool:
         return bool(await self._run("requeue", sid, epoch, strikes))
 
@@ -135,6 +139,16 @@ class Scripts:
         rest = reply[2:]
         choices = tuple((rest[i].decode(), rest[i + 1], rest[i + 2]) for i in range(0, len(rest), 3))
         return Attached(reply[0].decode(), choices)
+
+    # --- messages --------------------------------------------------------------------------------------------------
+
+    async def send(self, stream: str, message: bytes) -> bool:
+        """Appends to a stream that one incarnation reads; False if it does not any more. Also on a full server."""
+        return bool(await self._run("send", stream, message))
+
+    async def announce(self, event: Event) -> None:
+        """A hint for all services."""
+        await self._run("announce", encode(event))
 
     # --- leases and membership -------------------------------------------------------------------------------------
 
@@ -146,9 +160,9 @@ class Scripts:
     async def drop_lease(self, kind: str, id: str, owner: str) -> bool:
         return bool(await self._run("drop_lease", kind, id, owner))
 
-    async def plan(self, kind: str, worker: str, term: int, changes: Sequence[bytes]) -> str:
-        """ok | fenced | gone."""
-        status, _ = await self._run("plan", kind, worker, term, *changes)
+    async def plan(self, kind: str, worker: str, term: int, changes: Sequence[bytes], number: int | None = None) -> str:
+        """ok | fenced | gone. With a number that no other call of this term has, a repeat adds nothing."""
+        status, _ = await self._run("plan", kind, worker, term, "" if number is None else number, *changes)
         return str(status.decode())
 
     async def join(self, member: Member, lease_ms: int, streams: Sequence[str]) -> list[str]:
@@ -171,4 +185,9 @@ class Scripts:
         await self._run("gone", kind, incarnation, encode(Event(kind="left", id=incarnation)))
 
     async def bury(self, worker: str) -> bool:
+        """Forgets a dead worker; False while sequences are placed there, or it is alive."""
         return bool(await self._run("bury", worker))
+
+    async def forget_scheduler(self, scheduler: str) -> bool:
+        """Forgets a dead scheduler; False while it holds entries of the queue, or it is alive."""
+        return bool(await self._run("forget_scheduler", scheduler))

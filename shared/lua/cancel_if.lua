@@ -11,5 +11,5 @@ for i = 4, #ARGV do
     cancelled = cancelled + 1
   end
 end
-if queued then redis.call('XADD', P .. 'events', 'MAXLEN', '~', 1000, '*', 'm', event) end
+if queued then announce(event) end
 return cancelled

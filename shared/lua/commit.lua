@@ -24,20 +24,18 @@ local function commit_one(sid, epoch, first, count, chunk, outcome)
   local length = tonumber(f[3])
   if f[1] == 'done' then return {4, length} end
   if f[1] ~= 'placed' or f[2] ~= epoch then return {3, length} end
-  local code = 0
-  if count > 0 then
-    if first == length then
-      redis.call('RPUSH', s .. ':log', chunk)
-      length = first + count
-      redis.call('HSET', s, 'num_tokens', length)
-      tell(f[4], sid, chunk)
-    elseif first + count <= length then
-      code = 1
-    else
-      return {2, length}
-    end
+  local code, last = 0, first + count
+  if count > 0 and first == length then
+    redis.call('RPUSH', s .. ':log', chunk)
+    length = last
+    redis.call('HSET', s, 'num_tokens', length)
+    tell(f[4], sid, chunk)
+  elseif last > length then
+    return {2, length} -- also of no tokens: the log has lost its end, so it must not be closed there
+  elseif count > 0 or last < length then
+    code = 1
   end
-  if outcome ~= '' and first + count == length then
+  if outcome ~= '' and last == length then
     settle(sid, s, outcome)
     tell(f[4], '!' .. sid, outcome)
   end

@@ -10,6 +10,9 @@ local function now_ms()
   return t[1] * 1000 + math.floor(t[2] / 1000)
 end
 
+-- A hint, so the oldest may go.
+local function announce(event) redis.call('XADD', P .. 'events', 'MAXLEN', '~', 1000, '*', 'm', event) end
+
 local function sequence_key(sid) return P .. 's:' .. sid end
 local function request_of(sid) return string.match(sid, '^(.*)%.%d+$') end
 

@@ -1,6 +1,8 @@
 -- An incarnation has ended (its supervisor or itself says so). ARGV: kind, incarnation, event.
+-- A worker and a scheduler leave work behind: they stay in `members` until a scheduler has cleaned up after them.
 run_when_full()
-redis.call('DEL', P .. 'lease:' .. ARGV[1] .. ':' .. ARGV[2])
-if ARGV[1] ~= 'worker' then redis.call('HDEL', P .. 'members', ARGV[2]) end
-redis.call('XADD', P .. 'events', 'MAXLEN', '~', 1000, '*', 'm', ARGV[3])
+local kind, id = ARGV[1], ARGV[2]
+redis.call('DEL', P .. 'lease:' .. kind .. ':' .. id)
+if kind == 'gateway' or kind == 'store' then redis.call('HDEL', P .. 'members', id) end
+announce(ARGV[3])
 return 1

@@ -1,0 +1,234 @@
+"""Rules of `admit` and `assign`: how a request gets into the queue, and from there to a worker."""
+
+from __future__ import annotations
+
+from redis.exceptions import ResponseError
+
+from tests.shared.script_rules import RuleBook
+from tests.shared.script_world import CANCELLED, World, is_full
+
+rules = RuleBook()
+
+
+@rules.rule("admit does a thing once", "admit", "if redis.call('EXISTS', r) == 1 then return {'exists', 0} end")
+async def _(w: World) -> None:
+    assert await w.admit("r", 2) == ("ok", 2)
+    before = await w.everything()
+    assert (await w.admit("r", 2))[0] == "exists"
+    assert await w.everything() == before
+
+
+@rules.rule(
+    "a repeated admit is accepted also when the queue is full meanwhile",
+    "admit",
+    "if redis.call('EXISTS', r) == 1 then return {'exists', 0} end\n"
+    "local queued = redis.call('XLEN', P .. 'requests')\n"
+    "if queued + n > max_requests then return {'full_requests', queued} end",
+    "local queued = redis.call('XLEN', P .. 'requests')\n"
+    "if queued + n > max_requests then return {'full_requests', queued} end\n"
+    "if redis.call('EXISTS', r) == 1 then return {'exists', 0} end",
+)
+async def _(w: World) -> None:
+    await w.admit("r", max_requests=1)
+    assert (await w.admit("r", max_requests=1))[0] == "exists"
+
+
+@rules.rule(
+    "the number of queued sequences is bounded",
+    "admit",
+    "if queued + n > max_requests then return {'full_requests', queued} end",
+)
+async def _(w: World) -> None:
+    assert await w.admit("a", 2, max_requests=3) == ("ok", 2)
+    before = await w.everything()
+    assert await w.admit("b", 2, max_requests=3) == ("full_requests", 2)
+    assert await w.everything() == before
+    assert await w.admit("c", 1, max_requests=3) == ("ok", 3)
+
+
+@rules.rule(
+    "the number of queued tokens is bounded",
+    "admit",
+    "if queued > 0 and tokens + n * num_tokens > max_tokens then return {'full_tokens', tokens} end",
+)
+async def _(w: World) -> None:
+    assert (await w.admit("a", 2, tokens=30, max_tokens=100))[0] == "ok"
+    before = await w.everything()
+    assert await w.admit("b", 2, tokens=21, max_tokens=100) == ("full_tokens", 60)
+    assert await w.everything() == before
+    assert (await w.admit("c", 2, tokens=20, max_tokens=100))[0] == "ok"
+
+
+@rules.rule("a request larger than the bound is admitted to an empty queue", "admit", "queued > 0 and ", "")
+async def _(w: World) -> None:
+    assert (await w.admit("a", tokens=101, max_tokens=100))[0] == "ok"
+
+
+@rules.rule(
+    "a full server admits nothing, and not half of it",
+    "admit",
+    "local now = now_ms()",
+    "run_when_full()\nlocal now = now_ms()",
+)
+async def _(w: World) -> None:
+    async with w.full_server():
+        try:
+            await w.admit("r", 2)
+        except ResponseError as e:
+            assert is_full(e)
+    assert await w.everything() == {}
+
+
+@rules.rule("the arrival is in Redis' time", "admit", "local now = now_ms()", "local now = 5")
+async def _(w: World) -> None:
+    def ms(time: tuple[int, int]) -> int:
+        return time[0] * 1000 + time[1] // 1000
+
+    before = ms(await w.redis.time())
+    await w.admit("r")
+    after = ms(await w.redis.time())
+    queued = dict((await w.stream("requests"))[0])[b"arrival"]
+    times = [queued, await w.redis.hget(w.key("r:r"), "arrival_ms"), await w.redis.hget(w.key("s:r.0"), "arrival_ms")]
+    assert all(before <= int(t) <= after for t in times)
+
+
+@rules.rule("queued tokens are counted", "common", "redis.call('HINCRBY', P .. 'queue', 'tokens', f[1])")
+async def _(w: World) -> None:
+    await w.admit("r", 2, tokens=5)
+    assert await w.queued_tokens() == 10
+
+
+# --- assign ----------------------------------------------------------------------------------------------------------
+
+
+@rules.rule("only a queued sequence is assigned", "assign", "f[1] ~= 'queued' or f[2] ~= epoch", "f[2] ~= epoch")
+async def _(w: World) -> None:
+    term = await w.worker()
+    await w.admit("r")
+    await w.scripts.cancel_if(["r.0"], 1, CANCELLED)
+    assert await w.scripts.assign("r.0", 0, "w", term, b"admit") == "stale"
+    assert (await w.sequence()).state == "done" and await w.stream("plan:w") == []
+
+
+@rules.rule("only exactly that epoch is assigned", "assign", "f[1] ~= 'queued' or f[2] ~= epoch", "f[1] ~= 'queued'")
+async def _(w: World) -> None:
+    await w.placed()
+    await w.scripts.requeue("r.0", 1)
+    for epoch in (0, 2):
+        assert await w.scripts.assign("r.0", epoch, "w", 1, b"admit") == "stale"
+    assert (await w.sequence()).state == "queued"
+    assert await w.scripts.assign("r.0", 1, "w", 1, b"admit") == "ok"
+
+
+@rules.rule(
+    "only under exactly the current term is assigned",
+    "assign",
+    "if redis.call('HGET', P .. 'term', 'run:' .. worker) ~= term then return {'fenced', ''} end",
+)
+async def _(w: World) -> None:
+    await w.worker()
+    await w.redis.delete(w.key("lease:run:w"))
+    assert await w.scripts.take_lease("run", "w", "s2", 1000) == (2, "s2")
+    await w.admit("r")
+    before = await w.everything()
+    for term in (0, 1, 3):
+        assert await w.scripts.assign("r.0", 0, "w", term, b"admit") == "fenced"
+    assert await w.everything() == before
+    assert await w.scripts.assign("r.0", 0, "w", 2, b"admit") == "ok"
+
+
+@rules.rule(
+    "an assigned sequence leaves the stream",
+    "common",
+    "if redis.call('XDEL', P .. 'requests', f[1]) == 1 then",
+    "if true then",
+)
+async def _(w: World) -> None:
+    await w.placed()
+    assert await w.queue() == []
+
+
+@rules.rule(
+    "an assigned sequence is pending with nobody", "common", "redis.call('XACK', P .. 'requests', 'schedulers', f[1])"
+)
+async def _(w: World) -> None:
+    term = await w.worker()
+    await w.admit("r")
+    assert await w.read_queue() == 1 and await w.num_pending() == 1
+    assert await w.scripts.assign("r.0", 0, "w", term, b"admit") == "ok"
+    assert await w.num_pending() == 0
+
+
+@rules.rule("an assigned sequence's tokens are queued no more", "common", "'tokens', -f[2])", "'tokens', 0)")
+async def _(w: World) -> None:
+    await w.placed(tokens=7)
+    assert await w.queued_tokens() == 0
+
+
+@rules.rule("assigning dequeues", "assign", "dequeue(s)\n")
+async def _(w: World) -> None:
+    await w.placed(tokens=7)
+    assert await w.queue() == [] and await w.queued_tokens() == 0
+
+
+@rules.rule(
+    "the Admit is sent in the same call",
+    "assign",
+    "if redis.call('XADD', P .. 'plan:' .. worker, 'NOMKSTREAM', '*', 'k', 'run', 't', term, 'm', admit) == false then",
+    "if false then",
+)
+async def _(w: World) -> None:
+    await w.placed()
+    assert await w.stream("plan:w") == [[(b"k", b"run"), (b"t", b"1"), (b"m", b"admit")]]
+
+
+@rules.rule("nothing is assigned to a worker that reads no more", "assign", "'NOMKSTREAM', ", "")
+async def _(w: World) -> None:
+    term = await w.worker()
+    await w.admit("r")
+    await w.redis.delete(w.key("plan:w"))
+    before = await w.everything()
+    assert await w.scripts.assign("r.0", 0, "w", term, b"admit") == "gone"
+    assert await w.everything() == before
+
+
+@rules.rule("assigning raises the epoch", "assign", "'epoch', epoch + 1)", "'epoch', epoch)")
+async def _(w: World) -> None:
+    await w.placed()
+    record = await w.sequence()
+    assert (record.state, record.epoch, record.worker) == ("placed", 1, "w")
+
+
+@rules.rule("who runs on a worker is known", "assign", "redis.call('SADD', P .. 'on:' .. worker, sid)")
+async def _(w: World) -> None:
+    await w.placed("r", 2)
+    assert await w.records.placed_on("w") == ["r.0", "r.1"]
+
+
+LOST_REPLY = (
+    "if f[1] == 'placed' and f[2] == tostring(epoch + 1) and f[3] == worker then return {'ok', ''} end -- a lost reply"
+)
+
+
+@rules.rule("an assign whose reply was lost is repeated", "assign", LOST_REPLY)
+async def _(w: World) -> None:
+    await w.placed()
+    before = await w.everything()
+    assert await w.scripts.assign("r.0", 0, "w", 1, b"admit") == "ok"
+    assert await w.everything() == before
+
+
+@rules.rule("a repeat is for the same worker", "assign", " and f[3] == worker then return {'ok'", " then return {'ok'")
+async def _(w: World) -> None:
+    await w.placed()
+    term = await w.worker("w2")
+    assert await w.scripts.assign("r.0", 0, "w2", term, b"admit") == "stale"
+    assert await w.stream("plan:w2") == []
+
+
+@rules.rule("a repeat is for the same epoch", "assign", " and f[2] == tostring(epoch + 1)", "")
+async def _(w: World) -> None:
+    await w.placed()
+    await w.scripts.requeue("r.0", 1)
+    assert await w.scripts.assign("r.0", 1, "w", 1, b"admit") == "ok"
+    assert await w.scripts.assign("r.0", 0, "w", 1, b"admit") == "stale"
