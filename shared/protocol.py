@@ -536,7 +536,10 @@ class Table(Message):
 
 
 class Grant(StoreCall):
-    """Make the worker's spare grant num_blocks large (allocates what is missing, never takes away)."""
+    """Make the worker's spare grant num_blocks large (allocates what is missing, never takes away).
+
+    No block is reclaimed while one is under way: its answer would seem to give the block again.
+    """
 
     TAG: ClassVar[str] = "grant"
     num_blocks: int
