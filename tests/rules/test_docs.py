@@ -19,7 +19,13 @@ from tests.rules.product import ROOT, product_files, python_files, repository_fi
 
 FILE_MAP = "## File map"
 # of these only the default is accepted until they do something
-NOT_READ_AS_FIELDS = {"scheduling_policy", "kv_cache_dtype", "quantization", "speculative_config", "tensor_parallel_size"}
+NOT_READ_AS_FIELDS = {
+    "scheduling_policy",
+    "kv_cache_dtype",
+    "quantization",
+    "speculative_config",
+    "tensor_parallel_size",
+}
 
 
 def test_settings_md_is_what_the_code_says() -> None:
