@@ -1,8 +1,8 @@
 """Connections to Redis, made here alone, and reading of streams that this process owns.
 
-Knows no message and no script. redis-py 8 sets a socket time-out of 5 s by default, which breaks blocking reads, and
-its RESP3 replies have other shapes: both are fixed here. A blocked read occupies its connection, so heartbeats get a
-client of their own (`connect` once more).
+Knows no message and no script. redis-py 8 sets a socket time-out of 5 s by default, which breaks longer blocking reads,
+and its RESP3 replies have other shapes: both are fixed here. A blocked read occupies its connection, so heartbeats get
+a client of their own (`connect` once more).
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from redis.backoff import NoBackoff
 from redis.exceptions import BusyLoadingError, ConnectionError, RedisError, TimeoutError
 
 CONNECT_TIMEOUT_S = 5.0
+MAX_BLOCK_MS = 4000
+SOCKET_TIMEOUT_S = 10.0  # well above any blocking read: a network that swallows everything must not hang us for good
 LOST = (ConnectionError, TimeoutError, BusyLoadingError, OSError)
 
 
@@ -29,7 +31,7 @@ def connect(url: str) -> Redis:
     that repeating it is harmless.
     """
     return Redis.from_url(
-        url, socket_timeout=None, socket_connect_timeout=CONNECT_TIMEOUT_S, protocol=2,
+        url, socket_timeout=SOCKET_TIMEOUT_S, socket_connect_timeout=CONNECT_TIMEOUT_S, protocol=2,
         retry=Retry(NoBackoff(), 0), retry_on_error=[], health_check_interval=0, decode_responses=False,
     )  # fmt: skip
 
@@ -60,6 +62,7 @@ class StreamReader:
 
     async def read(self, block_ms: int, count: int = 256) -> list[Entry]:
         """Entries after the last ones read; [] after block_ms without any. block_ms 0 returns at once."""
+        assert block_ms <= MAX_BLOCK_MS, block_ms
         streams = {self._prefix + name: last for name, last in self.last.items()}
         reply = await self._redis.xread(streams, count=count, block=block_ms or None)
         entries: list[Entry] = []

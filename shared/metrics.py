@@ -7,6 +7,7 @@ soon after its service. Knows nothing of what is measured: services declare thei
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Iterable
 from typing import Any
 
@@ -15,6 +16,8 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.core import Metric
 from prometheus_client.exposition import generate_latest
 from redis.exceptions import OutOfMemoryError
+
+log = logging.getLogger(__name__)
 
 SNAPSHOT_TTL_MS = 15_000
 PUBLISH_EVERY_S = 2.0
@@ -32,19 +35,42 @@ def snapshot(registry: CollectorRegistry) -> bytes:
 
 
 class _Snapshots:
+    """Rows of several services as a registry. What is no snapshot is left out, and spoils nobody else's."""
+
     def __init__(self, snapshots: Iterable[tuple[str, str, bytes]]) -> None:
         self._snapshots = list(snapshots)
 
     def collect(self) -> Iterable[Metric]:
         merged: dict[str, Metric] = {}
         for service, instance, data in self._snapshots:
-            if len(data) > MAX_SNAPSHOT_BYTES:
+            try:
+                rows = _unpack(data)
+            except (ValueError, TypeError, msgpack.UnpackException):
+                log.warning("the metrics of %s %s are unreadable", service, instance)
                 continue
-            for name, documentation, kind, samples in msgpack.unpackb(data):
+            for name, documentation, kind, samples in rows:
                 metric = merged.setdefault(name, Metric(name, documentation, kind))
+                if metric.type != kind:
+                    continue  # another version's
                 for sample_name, labels, value in samples:
                     metric.add_sample(sample_name, labels | {"service": service, "instance": instance}, value)
         return merged.values()
+
+
+def _unpack(data: bytes) -> list[tuple[str, str, str, list[tuple[str, dict[str, str], float]]]]:
+    """ValueError or TypeError for anything else than a snapshot."""
+    if len(data) > MAX_SNAPSHOT_BYTES:
+        raise ValueError("too large")
+    rows = []
+    for name, documentation, kind, samples in msgpack.unpackb(data):
+        Metric(name, str(documentation), kind)
+        for sample_name, labels, value in samples:
+            Metric(sample_name, "", "untyped")
+            float(value)
+            if type(labels) is not dict or any(type(text) is not str for pair in labels.items() for text in pair):
+                raise TypeError("a label is no text")
+        rows.append((name, documentation, kind, samples))
+    return rows
 
 
 def render(snapshots: Iterable[tuple[str, str, bytes]]) -> bytes:

@@ -39,12 +39,11 @@ async def share_leases(
         else:
             changes.surplus.append(worker)
     for worker, owner in sorted(owners.items()):
-        if worker in changes.lost or worker in changes.surplus:
+        if worker in changes.lost:
             continue
         if owner not in ("", me):
             if worker in held:
-                changes.lost.append(worker)
-                held.discard(worker)
+                _lose(worker, held, changes)
             if not is_dead(owner):
                 continue
             await scripts.drop_lease(kind, worker, owner)
@@ -60,11 +59,17 @@ async def _take(
     if term and mine.get(worker) == term:
         return
     if worker in held:
-        changes.lost.append(worker)
-        held.discard(worker)
+        _lose(worker, held, changes)
     if term:
         changes.gained[worker] = term
         held.add(worker)
+
+
+def _lose(worker: str, held: set[str], changes: Changes) -> None:
+    changes.lost.append(worker)
+    held.discard(worker)
+    if worker in changes.surplus:
+        changes.surplus.remove(worker)
 
 
 def is_member_dead(alive: Collection[str], said_gone: Collection[str], leases_trusted: bool) -> Callable[[str], bool]:

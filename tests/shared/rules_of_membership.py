@@ -211,13 +211,17 @@ async def _(w: World) -> None:
     "if redis.call('XPENDING', stream, 'schedulers', '-', '+', 1, scheduler)[1] then return 0 end",
 )
 async def _(w: World) -> None:
-    await w.admit("r")
-    await w.read_queue("s")
-    await w.read_queue("s2")
-    assert not await w.scripts.forget_scheduler("s")
-    assert await w.scripts.forget_scheduler("s2")
-    await w.redis.xautoclaim(w.key("requests"), "schedulers", "s3", 0)
-    assert await w.num_pending() == 1 and await w.scripts.forget_scheduler("s")
+    for name in ("s", "s2"):
+        await w.join("scheduler", name)
+        await w.admit(f"r-{name}")
+        await w.read_queue(name)
+        await w.scripts.gone("scheduler", name)
+    await w.redis.xautoclaim(w.key("requests"), "schedulers", "s3", 0, count=1)  # what s had
+    assert not await w.scripts.forget_scheduler("s2")
+    assert await w.num_pending() == 2
+    assert await w.scripts.forget_scheduler("s")
+    assert list(await w.records.members()) == ["s2"]
+    assert {c["name"] for c in await w.redis.xinfo_consumers(w.key("requests"), "schedulers")} == {b"s2", b"s3"}
 
 
 @rules.rule(
