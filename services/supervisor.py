@@ -9,6 +9,7 @@ is reported at once, so that nobody waits for its lease to run out.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import signal
@@ -203,11 +204,12 @@ def describe_exit(status: int) -> str:
 
 
 def _signal(process: asyncio.subprocess.Process, sig: signal.Signals) -> None:
-    if process.returncode is None:
+    with contextlib.suppress(ProcessLookupError):  # it has just ended by itself
         process.send_signal(sig)
 
 
 def _signal_group(process: asyncio.subprocess.Process, sig: signal.Signals) -> None:
     """The child leads a session, so its own children are ended with it."""
-    if process.returncode is None:
-        os.killpg(process.pid, sig)
+    with contextlib.suppress(ProcessLookupError):
+        if process.returncode is None:
+            os.killpg(process.pid, sig)
