@@ -74,7 +74,7 @@ class Serving:
     def __init__(self, tree: Path, tmp_path: Path, **settings: str) -> None:
         self.port = free_port()
         self.state = tmp_path / "state"
-        self.output = tmp_path / "output"
+        self.output = tmp_path / f"output-{len(list(tmp_path.glob('output-*')))}"
         (tmp_path / "tiny.gguf").write_bytes(b"GGUF")
         fields = {"port": str(self.port), "state_dir": str(self.state), "model": str(tmp_path / "tiny.gguf")} | settings
         environ = {k: v for k, v in os.environ.items() if not k.startswith("HEADRACE_")}
