@@ -28,9 +28,7 @@ RETRY_AFTER_S = 2  # about what a worker's restart takes
 
 
 class Fleet:
-    def __init__(
-        self, redis: Any, records: Records, prefix: str, clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, redis: Any, records: Records, prefix: str, clock: Callable[[], float] = time.monotonic) -> None:
         self._records = records
         self._redis = redis
         self._prefix = prefix
