@@ -38,6 +38,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     ap.add_argument("--rate", type=float, default=0.0, help="Poisson arrivals a second, instead of a closed loop")
     ap.add_argument("--num-requests", type=int, default=32)
     ap.add_argument("--prompt-words", type=int, default=100)
+    ap.add_argument(
+        "--prompt-tokens", type=int, default=0, help="instead: random token ids, as `bench engine` computes"
+    )
     ap.add_argument("--shared-prefix", type=float, default=0.0, help="fraction of the words that all prompts share")
     ap.add_argument("--max-tokens", type=int, default=64)
     ap.add_argument("--min-tokens", type=int, default=0, help="lengths log-uniform from here to --max-tokens")
@@ -77,7 +80,8 @@ async def measure(args: argparse.Namespace) -> dict[str, Any]:
         lengths = log_uniform(args.min_tokens, args.max_tokens, args.num_requests, seed)
     load = Load(
         url=url, num_requests=args.num_requests, concurrency=args.concurrency, rate=args.rate,
-        prompt_words=args.prompt_words, shared_prefix=args.shared_prefix, max_tokens=lengths,
+        prompt_words=args.prompt_words, prompt_tokens=args.prompt_tokens, shared_prefix=args.shared_prefix,
+        max_tokens=lengths,
         temperature=args.temperature, seed=seed, chat=args.chat, model=model, api_key=args.api_key,
     )  # fmt: skip
     warm_up = Load(url=url, num_requests=1, prompt_words=4, max_tokens=(4,), model=model, api_key=args.api_key)

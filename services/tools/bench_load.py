@@ -38,6 +38,7 @@ class Load:
     concurrency: int = 1
     rate: float = 0.0
     prompt_words: int = 100
+    prompt_tokens: int = 0  # instead of words: that many random ids, from [1000, 20000)
     shared_prefix: float = 0.0
     max_tokens: tuple[int, ...] = (64,)  # cycled over the requests
     temperature: float = 0.0
@@ -52,14 +53,19 @@ class RequestFailed(Exception):
     """The server answered with an error, or the stream ended early; the text is a short kind."""
 
 
-def prompts(load: Load) -> list[str]:
+Prompt = str | list[int]
+
+
+def prompts(load: Load) -> list[Prompt]:
     rng = random.Random(load.seed)
+    if load.prompt_tokens:
+        return [rng.choices(range(1000, 20000), k=load.prompt_tokens) for _ in range(load.num_requests)]
     num_shared = round(load.prompt_words * load.shared_prefix)
     base = rng.choices(WORDS, k=num_shared)
     return [" ".join(base + rng.choices(WORDS, k=load.prompt_words - num_shared)) for _ in range(load.num_requests)]
 
 
-def _body(load: Load, prompt: str, max_tokens: int) -> dict[str, Any]:
+def _body(load: Load, prompt: Prompt, max_tokens: int) -> dict[str, Any]:
     body: dict[str, Any] = {
         "model": load.model, "max_tokens": max_tokens, "temperature": load.temperature, "stream": True,
         "stream_options": {"include_usage": True}, "ignore_eos": True,
@@ -84,7 +90,7 @@ async def _events(response: aiohttp.ClientResponse) -> Any:
     raise RequestFailed("stream ended early")
 
 
-async def send(session: aiohttp.ClientSession, load: Load, prompt: str, max_tokens: int, start: float) -> Sample:
+async def send(session: aiohttp.ClientSession, load: Load, prompt: Prompt, max_tokens: int, start: float) -> Sample:
     """One streamed request; start: perf_counter() at its (planned) sending."""
     path = "/v1/chat/completions" if load.chat else "/v1/completions"
     times: list[float] = []
@@ -115,7 +121,7 @@ async def run(load: Load) -> Run:
     connector = aiohttp.TCPConnector(force_close=True, limit=0)
     async with aiohttp.ClientSession(connector=connector, timeout=timeout, headers=headers) as session:
 
-        async def one(prompt: str, max_tokens: int, start: float) -> None:
+        async def one(prompt: Prompt, max_tokens: int, start: float) -> None:
             try:
                 result.samples.append(await send(session, load, prompt, max_tokens, start))
             except RequestFailed as e:
@@ -138,12 +144,12 @@ def _cycle(values: tuple[int, ...]) -> Iterator[int]:
         yield from values
 
 
-async def _client(work: Iterator[tuple[str, int]], one: Any) -> None:
+async def _client(work: Iterator[tuple[Prompt, int]], one: Any) -> None:
     for prompt, max_tokens in work:
         await one(prompt, max_tokens, time.perf_counter())
 
 
-async def _open_loop(load: Load, work: Iterator[tuple[str, int]], one: Any) -> None:
+async def _open_loop(load: Load, work: Iterator[tuple[Prompt, int]], one: Any) -> None:
     rng, at = random.Random(load.seed + 1), time.perf_counter()
     async with asyncio.TaskGroup() as tasks:
         for prompt, max_tokens in work:

@@ -96,7 +96,7 @@ def service_costs(before: Metrics, after: Metrics) -> dict[str, Any]:
     }
     redis = grown("headrace_redis_cpu_seconds_total", "scheduler")
     tokens = grown("headrace_generation_tokens_total", "worker")
-    flushes = grown("headrace_commits_total", "worker")
+    flushes = grown("headrace_commit_seconds_count", "worker")
     pipeline = redis + sum(seconds for service, seconds in cpu.items() if service != "worker")
     return {
         "cpu_s": {service: round(seconds, 3) for service, seconds in sorted(cpu.items())} | {"redis": round(redis, 3)},

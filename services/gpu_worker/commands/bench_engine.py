@@ -1,0 +1,89 @@
+"""`headrace bench engine`: the load of `headrace bench` on the engine alone, in one process.
+
+What the services cost is the ratio of the two. Prompts are random token ids, as `headrace bench --prompt-tokens` sends.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import random
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from services.gpu_worker.commands.bench_load import EngineBench, Result, requests
+from services.gpu_worker.composer import Budget
+from services.gpu_worker.engine import TorchEngine
+from shared import model_source, settings
+from shared.settings import CommonSettings, WorkerSettings
+
+POLICIES = ("continuous", "fixed", "fixed-compact")
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    ap = argparse.ArgumentParser(prog="headrace bench engine", description=__doc__)
+    ap.add_argument("model", nargs="?", help="as for `headrace serve`")
+    ap.add_argument("--concurrency", type=int, default=8)
+    ap.add_argument("--num-requests", type=int, default=32)
+    ap.add_argument("--prompt-tokens", type=int, default=100)
+    ap.add_argument("--max-tokens", type=int, default=64)
+    ap.add_argument("--min-tokens", type=int, default=0, help="lengths log-uniform from here to --max-tokens")
+    ap.add_argument("--policy", default="continuous", help=f"one or more of {', '.join(POLICIES)}, comma-separated")
+    ap.add_argument("--repeat", type=int, default=1, help="rounds; policies alternate within each")
+    ap.add_argument("--threads", type=int, default=0)
+    ap.add_argument("--seed", type=int, default=0)
+    args = ap.parse_args(argv)
+    if unknown := set(args.policy.split(",")) - set(POLICIES):
+        ap.error(f"unknown policy: {', '.join(sorted(unknown))}")
+    if min(args.concurrency, args.num_requests, args.prompt_tokens, args.max_tokens, args.repeat) < 1:
+        ap.error("counts must be positive")
+    return args
+
+
+def figures(policy: str, result: Result) -> dict[str, Any]:
+    ttft = sorted(result.ttft_s)
+    return {
+        "policy": policy,
+        "output_tok_s": round(result.num_output_tokens / result.wall_s, 1),
+        "total_tok_s": round((result.num_output_tokens + result.num_prompt_tokens) / result.wall_s, 1),
+        "wall_s": round(result.wall_s, 3),
+        "steps": result.num_steps,
+        "ttft_ms_p50": round(1e3 * ttft[len(ttft) // 2], 1),
+        "kv_waste": round(result.kv_waste, 4),
+    }
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = parse(argv)
+    own, common = settings.load(WorkerSettings), settings.load(CommonSettings)
+    source = model_source.resolve(args.model or common.model, common.cache_dir)
+    engine = TorchEngine.load(
+        source.path, kv_cache_bytes=own.kv_cache_bytes or None, block_size=own.block_size,
+        num_threads=args.threads or own.threads or None,
+    )  # fmt: skip
+    lengths = [args.max_tokens]
+    if args.min_tokens:
+        rng = random.Random(args.seed)
+        low, high = math.log(args.min_tokens), math.log(args.max_tokens)
+        lengths = [round(math.exp(rng.uniform(low, high))) for _ in range(args.num_requests)]
+    budget = Budget(own.max_num_batched_tokens, max(args.concurrency, own.max_num_seqs), own.max_num_batched_tokens)
+    bench = EngineBench(engine, budget, own.max_step_ms / 1000)
+    bench.run(requests(2, 16, [4], engine.info.vocab_size, args.seed), 2, "continuous")  # warm-up
+    for round_number in range(args.repeat):
+        todo = requests(
+            args.num_requests, args.prompt_tokens, lengths, engine.info.vocab_size, args.seed + round_number
+        )
+        for policy in args.policy.split(","):
+            cpu = time.process_time()
+            row = figures(policy, bench.run(todo, args.concurrency, policy))
+            row["cpu_s"] = round(time.process_time() - cpu, 3)
+            sys.stdout.write(json.dumps(row) + "\n")
+            sys.stdout.flush()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

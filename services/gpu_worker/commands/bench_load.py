@@ -1,0 +1,151 @@
+"""Load for the engine in one process: requests, blocks and policies of batching, without any service.
+
+Policies: *continuous* is the running set as production drives it, always `concurrency` requests in flight. *fixed* runs
+batches that compute finished rows until the longest of the batch ends, as serving without continuous batching does.
+*fixed-compact* is the same without the finished rows. The last two exist to compare with.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+from services.gpu_worker.admission import Admission
+from services.gpu_worker.batch import Engine
+from services.gpu_worker.commits import Commit
+from services.gpu_worker.composer import Budget
+from services.gpu_worker.running_set import Change, RunningSet
+from services.gpu_worker.step_cost import StepCost
+from shared.protocol import Admit, SamplingParams, TakeOver, sequence_id
+from shared.scripts import CommitCode
+
+SALT = bytes(32)
+TERM = 1
+
+
+@dataclass(frozen=True)
+class Request:
+    prompt_ids: list[int]
+    max_tokens: int
+
+
+@dataclass
+class Result:
+    """kv_waste: share of the slots of a sequence's own blocks that were never written, at its end."""
+
+    wall_s: float = 0.0
+    num_output_tokens: int = 0
+    num_prompt_tokens: int = 0
+    num_steps: int = 0
+    ttft_s: list[float] = field(default_factory=list)
+    num_slots: int = 0
+    num_written_slots: int = 0
+
+    @property
+    def kv_waste(self) -> float:
+        return 1.0 - self.num_written_slots / self.num_slots if self.num_slots else 0.0
+
+
+def requests(num: int, prompt_tokens: int, lengths: Iterable[int], vocab_size: int, seed: int) -> list[Request]:
+    """Prompts of random ids; lengths are cycled."""
+    rng = random.Random(seed)
+    cycle = deque(lengths)
+    made = []
+    for _ in range(num):
+        made.append(Request([rng.randrange(vocab_size // 2, vocab_size) for _ in range(prompt_tokens)], cycle[0]))
+        cycle.rotate(-1)
+    return made
+
+
+class EngineBench:
+    """One engine with a running set, and the blocks of its pool as a plain free list."""
+
+    def __init__(
+        self, engine: Engine, budget: Budget, max_step_s: float, clock: Callable[[], float] = time.perf_counter
+    ) -> None:
+        self._engine = engine
+        self._clock = clock
+        self._max_step_s = max_step_s
+        self._cost = StepCost()
+        self._running = RunningSet(engine.info, budget, lambda params, vocab_size: None, enable_prefix_caching=False)
+        self._running.apply(Change("run", TERM, TakeOver(term=TERM, inbox="")))
+        self._running.questions.clear()
+        self._free = list(range(engine.info.num_blocks))
+        self._blocks: dict[str, list[int]] = {}
+        self._started: dict[str, float] = {}
+        self._wanted: dict[str, int] = {}
+        self._next = 0
+
+    def run(self, todo: Sequence[Request], concurrency: int, policy: str) -> Result:
+        """The whole load under a policy; rates count wanted tokens only."""
+        result = Result()
+        begin = self._clock()
+        if policy == "continuous":
+            self._run_together(list(todo), concurrency, result)
+        else:
+            for i in range(0, len(todo), concurrency):
+                batch = list(todo[i : i + concurrency])
+                longest = max(r.max_tokens for r in batch)
+                run_to = longest if policy == "fixed" else None
+                self._run_together(batch, concurrency, result, run_to)
+        result.wall_s = self._clock() - begin
+        return result
+
+    def _run_together(
+        self, waiting: list[Request], concurrency: int, result: Result, run_to: int | None = None
+    ) -> None:
+        waiting.reverse()
+        while waiting or self._running.sequences:
+            while waiting and len(self._running.sequences) < concurrency:
+                self._admit(waiting.pop(), run_to, result)
+            self._step(result)
+
+    def _admit(self, request: Request, run_to: int | None, result: Result) -> None:
+        """With all the blocks that it will need: there is no scheduler here to grant more."""
+        sid = sequence_id(f"bench{self._next}", 0)
+        self._next += 1
+        max_tokens = run_to or request.max_tokens
+        num_blocks = -(-(len(request.prompt_ids) + max_tokens) // self._engine.info.block_size)
+        blocks = [self._free.pop() for _ in range(num_blocks)]
+        params = SamplingParams(max_tokens=max_tokens, temperature=0.0, seed=0, ignore_eos=True)
+        admit = Admit(sid=sid, epoch=1, pool_term=0, cached_length=0, block_ids=tuple(blocks))
+        admission = Admission(params, request.prompt_ids, SALT, [], None)
+        self._running.apply(Change("run", TERM, admit, admission))
+        self._blocks[sid], self._started[sid], self._wanted[sid] = blocks, self._clock(), request.max_tokens
+        result.num_written_slots += len(request.prompt_ids) + max_tokens - 1  # the last token's KV is never computed
+        result.num_slots += num_blocks * self._engine.info.block_size
+        result.num_prompt_tokens += len(request.prompt_ids)
+
+    def _step(self, result: Result) -> None:
+        chunks = self._running.prepare(self._cost.max_prefill_tokens(self._max_step_s))
+        started = self._clock()
+        sampled = self._engine.step(chunks)
+        now = self._clock()
+        num_prefill = sum(c.count for c in chunks if c.count > 1)
+        num_drawn = sum(t is not None for t in sampled)
+        self._cost.observe(sum(c.count == 1 for c in chunks), num_prefill, num_drawn, now - started)
+        self._running.advance(chunks, sampled)
+        result.num_steps += 1
+        for chunk, token in zip(chunks, sampled, strict=True):
+            if token is not None:
+                self._drew(chunk.seq.sid, chunk.seq.num_output_tokens, now, result)
+        self._settle()
+
+    def _drew(self, sid: str, num_output_tokens: int, now: float, result: Result) -> None:
+        if num_output_tokens == 1:
+            result.ttft_s.append(now - self._started[sid])
+        if num_output_tokens <= self._wanted[sid]:
+            result.num_output_tokens += 1
+
+    def _settle(self) -> None:
+        """What production's commits do, answered at once; blocks of ended sequences are free again."""
+        commit: Commit = self._running.ledger.build()
+        answers = [(CommitCode.APPENDED, e.first + e.count) for e in commit.entries]
+        self._running.ledger.apply(commit, answers)
+        carried = self._running.outbox.carry(set())
+        self._running.outbox.acknowledged(carried)
+        for sid in [s for s in self._blocks if s not in self._running.sequences]:
+            self._free += self._blocks.pop(sid)
