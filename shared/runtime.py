@@ -7,6 +7,7 @@ a supervised restart is better than a half-dead service.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import signal
@@ -60,6 +61,13 @@ async def forever(
                 except LOST:
                     if stop.is_set():
                         return
+
+
+async def wait_for_event(event: asyncio.Event, timeout_s: float) -> None:
+    """Returns when the event is set, or after the time."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(timeout_s):
+            await event.wait()
 
 
 async def run_until_stopped(loops: list[Coroutine[Any, Any, None]], stop: Stop) -> None:

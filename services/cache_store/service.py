@@ -19,7 +19,7 @@ from shared.bus import StreamReader
 from shared.leases import IDLE_LEASE_MS, IDLE_REFRESH_MS, Lapsed, Membership, StreamLost, new_incarnation
 from shared.protocol import Event, ListInventory, Member, ProtocolError, decode, encode
 from shared.records import Records
-from shared.runtime import Stop, forever, run_until_stopped
+from shared.runtime import Stop, forever, run_until_stopped, wait_for_event
 from shared.scripts import Scripts
 from shared.sharing import is_member_dead, share_leases
 
@@ -153,9 +153,6 @@ class StoreService:
         await self.heartbeat()
 
     async def _scan_loop(self) -> None:
-        try:
-            await asyncio.wait_for(self._scan_now.wait(), IDLE_REFRESH_MS / 1000)
-        except TimeoutError:
-            pass
+        await wait_for_event(self._scan_now, IDLE_REFRESH_MS / 1000)
         self._scan_now.clear()
         await self.scan()

@@ -85,6 +85,7 @@ class SchedulerCore:
         if status == "ok":
             self.queue.pop(sid, None)
             if view is not None and queued is not None:
+                view.heard_at = max(view.heard_at, now)
                 view.running[sid] = Running(
                     sid, epoch + 1, queued.num_tokens, 0, 0, queued.priority, queued.arrival_ms, salt=queued.salt
                 )
@@ -225,6 +226,10 @@ class SchedulerCore:
             view.spares.update(new)
             extend = Extend(sid="", epoch=0, pool_term=view.pool_term, block_ids=new)
             self._actions.append(Plan(view.worker, view.term, (extend,)))
+
+    def hears_of_all(self, now: float) -> bool:
+        """False while a worker that should report is silent: is it alive?"""
+        return not any(view.is_silent(now) for view in self.workers.values())
 
     # --- decisions ---------------------------------------------------------------------------------------------------
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections import deque
 from collections.abc import Callable
@@ -25,13 +26,14 @@ from shared.bus import StreamReader
 from shared.leases import IDLE_REFRESH_MS, Lapsed, Membership, StreamLost, new_incarnation
 from shared.protocol import Event, Member, ProtocolError, decode, encode, pack_ids, split_sequence_id
 from shared.records import Records
-from shared.runtime import Stop, forever, run_until_stopped
+from shared.runtime import Stop, forever, run_until_stopped, wait_for_event
 from shared.scripts import SCHEDULER_GROUP, Scripts
 
 log = logging.getLogger(__name__)
 
 CLAIM_IDLE_MS = 1000
-TICK_S = 0.2  # while work is waiting
+TICK_S = 0.2  # while there is work
+IDLE_TICK_S = 1.0
 
 
 class SchedulerService:
@@ -55,6 +57,8 @@ class SchedulerService:
         self._pump_again = False
         self._todo: deque[Action] = deque()
         self._scan_now = asyncio.Event()
+        self._pumped = asyncio.Event()  # since the last tick
+        self._claimed_at = -math.inf
         self._next_incarnation = incarnation
         self._executors: dict[type[Action], Callable[[Any], Any]] = {
             ReadRecord: self._read_record, Call: self._call, Plan: self._plan, Assign: self._assign,
@@ -185,6 +189,7 @@ class SchedulerService:
         """Carries out what the core decides, until it decides nothing more. One at a time, so that changes of block
         ownership reach plan streams and stores in the order in which they were decided."""
         self._pump_again = True
+        self._pumped.set()
         if self._pump_lock.locked():
             return
         async with self._pump_lock:
@@ -271,17 +276,24 @@ class SchedulerService:
         await self.heartbeat()
 
     async def _scan_loop(self) -> None:
-        try:
-            await asyncio.wait_for(self._scan_now.wait(), IDLE_REFRESH_MS / 1000)
-        except TimeoutError:
-            pass
+        await wait_for_event(self._scan_now, IDLE_REFRESH_MS / 1000)
         self._scan_now.clear()
         await self.scan()
 
     async def _tick_loop(self) -> None:
-        """Timers of the core: calls to repeat, leaders waited for in vain. Asleep while nothing waits."""
-        busy = self.core.queue or len(self.core.calls) or any(v.store == "" for v in self.core.workers.values())
-        await asyncio.sleep(TICK_S if busy else 1.0)
+        """Timers of the core: calls to repeat, leaders waited for in vain, workers that are silent. Asleep while
+        nothing waits or runs."""
+        views = self.core.workers.values()
+        busy = self.core.queue or len(self.core.calls) or any(v.store == "" for v in views)
+        if busy or any(v.running for v in views):
+            await asyncio.sleep(TICK_S)
+        else:
+            await wait_for_event(self._pumped, IDLE_TICK_S)
+        self._pumped.clear()
+        if not self.core.hears_of_all(self._clock()):
+            self._scan_now.set()  # a lease that has run out is noticed now, not at the next regular look
         if busy:
             await self.pump()
-        await self.claim()
+        if busy or self._clock() >= self._claimed_at + CLAIM_IDLE_MS / 1000:
+            self._claimed_at = self._clock()
+            await self.claim()

@@ -76,7 +76,7 @@ class Takeover:
         known = view.running
         view.running = {r.sid: _running(r, known.get(r.sid)) for r in state.running}
         view.spares = set(state.spare_block_ids)
-        view.phase, view.asked_at = Phase.RECONCILING, now
+        view.phase, view.asked_at, view.heard_at = Phase.RECONCILING, now, now
         shown = frozenset((r.sid, r.epoch) for r in state.running)
         self._actions.append(CheckPlaced(view.worker, shown))
         held = tuple((r.sid, r.epoch, r.salt, r.block_ids) for r in state.running)
@@ -100,6 +100,7 @@ class Takeover:
         view = self._workers.get(report.worker)
         if view is None or report.term != view.term or view.phase is Phase.TAKING_OVER:
             return None
+        view.heard_at = now
         view.tokens_per_second = report.tokens_per_second
         for r in report.running:
             known = view.running.get(r.sid)

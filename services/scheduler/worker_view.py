@@ -15,6 +15,7 @@ from services.scheduler.sequence import Running
 from shared.protocol import Member
 
 SPARE_SECONDS = 2.0  # the spare grant lasts this long at the worker's measured speed
+SILENCE_S = 0.4  # a worker with sequences reports every 0.1 s: after this its lease is looked at, not later
 MAX_SPARE_SHARE = 0.05  # of the pool, but never less than one block a running sequence
 
 
@@ -32,6 +33,7 @@ class WorkerView:
     pool_term: int = 0
     phase: Phase = Phase.TAKING_OVER
     asked_at: float = -math.inf  # when TakeOver or Reconcile was last sent
+    heard_at: float = -math.inf  # its last report, or when it was given a sequence
     running: dict[str, Running] = field(default_factory=dict)
     placing: set[str] = field(default_factory=set)
     spares: set[int] = field(default_factory=set)  # sent to the worker and not known to be taken
@@ -73,6 +75,10 @@ class WorkerView:
             return False
         target = self.spare_target()
         return len(self.spares) <= target - max(1, target // 4) and self.num_free > 0
+
+    def is_silent(self, now: float) -> bool:
+        """Has it sequences, and has it said nothing for longer than a worker that is alive would?"""
+        return bool(self.running) and now - self.heard_at > SILENCE_S
 
     def set_free(self, num_free: int) -> None:
         """The store said how many blocks are free or evictable; more than at the last refusal ends the refusal."""
