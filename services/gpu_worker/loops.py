@@ -36,7 +36,6 @@ class WorkerLoops:
         Raises what ended the engine, or EngineHung: the process is to be replaced.
         """
         service = self._service
-        await service.start()
         loop = asyncio.get_running_loop()
         service.engine_loop.start(lambda: self._on_progress(loop))
         try:

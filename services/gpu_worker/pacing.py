@@ -9,6 +9,7 @@ from __future__ import annotations
 REPORT_S = 0.1
 MAX_INTERVAL_S = 0.1
 MAX_SHARE = 0.1  # of a core, for commits
+GROWTH = 1.02  # of what a commit is taken to cost, a flush
 
 
 class Pacer:
@@ -32,9 +33,9 @@ class Pacer:
     def flushed(self, started: float, commit_s: float, everything: bool) -> None:
         """A flush has ended; commit_s is the round trip of its commit.
 
-        One that waited for a busy core says little about what it costs, so short ones weigh more.
+        One that waited for a busy core says little about what it costs, so a shorter one counts at once, a longer
+        one little by little. Only those that carried everything are compared.
         """
-        weight = 0.5 if commit_s < self._commit_s else 0.05
-        self._commit_s = commit_s if self._commit_s == 0 else self._commit_s + weight * (commit_s - self._commit_s)
         if everything:
             self._last = started
+            self._commit_s = min(commit_s, GROWTH * self._commit_s) if self._commit_s else commit_s

@@ -115,7 +115,7 @@ class RunningSet:
         if change.kind == "pool":
             if isinstance(message, ListInventory) and message.pool_term >= self.pool_term:
                 self.pool_term = message.pool_term
-                self.questions.append(message)
+                self._ask(message)
             return
         if change.term < self.run_term:
             self.counts["fenced"] += 1
@@ -123,7 +123,7 @@ class RunningSet:
         match message:
             case TakeOver():
                 self.run_term = message.term
-                self.questions.append(message)
+                self._ask(message)
             case Admit():
                 self._admit(message, change.admission)
             case SetPolicy():
@@ -136,6 +136,10 @@ class RunningSet:
                     self.counts["fenced"] += 1
                 else:
                     self._change_blocks(message)
+
+    def _ask(self, question: TakeOver | ListInventory) -> None:
+        """One asked again, before the first was answered, is answered once, to the last who asked."""
+        self.questions = [q for q in self.questions if type(q) is not type(question)] + [question]
 
     def _admit(self, admit: Admit, admission: Admission | NotRunnable | None) -> None:
         known = self.sequences.get(admit.sid)

@@ -177,6 +177,18 @@ def test_a_log_longer_than_a_finished_sequence_is_somebody_elses() -> None:
     assert ledger.apply(ledger.build(), [(CommitCode.HAVE, 5)]) == [(("r.0", 1), "stale")]
 
 
+def test_a_log_ahead_of_this_worker_is_caught_up_with() -> None:
+    ledger, seq = opened()
+    log = Log(ids=[1, 2, 3])
+    for token in (1, 2, 3, 4):
+        draw(ledger, seq, token)
+        for _ in range(2):
+            commit = ledger.build()
+            assert commit.entries[0].count >= 0
+            ledger.apply(commit, [log.commit(commit.entries[0])])
+    assert log.ids == [1, 2, 3, 4]
+
+
 def test_a_backlog_goes_in_pieces_and_nobody_is_left_behind() -> None:
     ledger = Ledger()
     seqs = [make_sequence(sid=f"r{i}.0") for i in range(90)]
@@ -201,11 +213,15 @@ def test_more_sequences_than_a_commit_takes_get_their_turn() -> None:
     for seq in seqs:
         ledger.open(seq, None)
     assert ledger.build().complete  # those left out have nothing to say
+    draw(ledger, seqs[-1], 1)
+    commit = ledger.build()
+    assert commit.entries[0].sid == seqs[-1].sid
+    ledger.apply(commit, [(CommitCode.APPENDED, e.count) for e in commit.entries])
     for seq in seqs:
         draw(ledger, seq, 1)
     first = ledger.build()
     assert not first.complete
-    ledger.apply(first, [(CommitCode.APPENDED, 1)] * len(first.entries))
+    ledger.apply(first, [(CommitCode.APPENDED, e.first + e.count) for e in first.entries])
     for seq in seqs:
         draw(ledger, seq, 2)
     second = ledger.build()

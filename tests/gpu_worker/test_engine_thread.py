@@ -163,6 +163,13 @@ def test_a_new_life_during_a_step_drops_its_results() -> None:
     assert not running.has_work and not running.outbox and not len(running.sealed)
 
 
+def test_a_new_life_does_not_see_what_was_queued_for_the_old_one() -> None:
+    loop, running, _ = make_loop()
+    submit(loop, 0)
+    loop.reset()
+    assert not loop.step_once() and not running.has_work
+
+
 def test_a_step_that_does_not_end_is_hung() -> None:
     clock = [0.0]
     seen: list[bool] = []

@@ -26,11 +26,17 @@ def test_a_flush_that_left_something_behind_is_followed_at_once() -> None:
 
 def test_slow_commits_stretch_the_interval_to_a_tenth_of_a_core() -> None:
     pacer = Pacer(0.01)
-    for i in range(200):
+    pacer.flushed(0.0, 0.0005, everything=True)
+    for i in range(50):
+        pacer.flushed(float(i), 0.004, everything=True)
+    assert 0.01 < pacer.interval_s < 0.02  # it may only have waited for a core
+    for i in range(100):
         pacer.flushed(float(i), 0.004, everything=True)
     assert pacer.interval_s == pytest.approx(0.04)
-    pacer.flushed(300.0, 0.2, everything=True)  # one that waited
-    assert pacer.interval_s < 0.15
+    pacer.flushed(300.0, 0.0005, everything=False)  # an urgent one, of one sequence
+    assert pacer.interval_s == pytest.approx(0.04)
+    pacer.flushed(300.0, 0.0005, everything=True)
+    assert pacer.interval_s == 0.01
 
 
 def test_the_interval_has_bounds() -> None:

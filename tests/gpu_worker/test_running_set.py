@@ -194,6 +194,14 @@ def test_an_older_store_is_not_answered() -> None:
     assert running.pool_term == 2 and len(running.questions) == 1
 
 
+def test_a_question_asked_again_is_answered_once() -> None:
+    running = make_running()
+    for inbox in ("s-old", "s-new"):
+        apply(running, TakeOver(term=2, inbox=inbox), term=2)
+        apply(running, ListInventory(pool_term=1, reply_to="cache:c"), kind="pool", term=1)
+    assert running.questions == [TakeOver(term=2, inbox="s-new"), ListInventory(pool_term=1, reply_to="cache:c")]
+
+
 @pytest.mark.parametrize("epoch", [1, 3])
 def test_changes_of_another_epoch_are_ignored(epoch: int) -> None:
     running = make_running()
@@ -274,7 +282,9 @@ def test_a_spare_block_is_refused_to_a_sequence() -> None:
     running = make_running()
     apply(running, Extend(sid="", epoch=0, pool_term=0, block_ids=(1,)))
     admit(running, PROMPT, block_ids=(0, 1))
-    assert ended(running) == [("r.0", 1, "refused")]
+    admit(running, PROMPT, sid="q.0", block_ids=(2, 3))
+    apply(running, Extend(sid="q.0", epoch=1, pool_term=0, block_ids=(1,)))
+    assert ended(running) == [("r.0", 1, "refused"), ("q.0", 1, "refused")]
 
 
 def test_a_cached_prefix_is_used_and_shared() -> None:
@@ -348,9 +358,11 @@ def test_reclaim_takes_what_is_still_spare() -> None:
     apply(running, Extend(sid="", epoch=0, pool_term=0, block_ids=(5, 6)))
     admit(running, PROMPT, block_ids=(0, 1), max_tokens=4)
     run_dry(running, engine)
+    carried = running.outbox.carry(())
+    assert [t.block_id for t in carried.taken] == [5]
+    running.outbox.acknowledged(carried)
     apply(running, Reclaim(pool_term=0, block_ids=(5, 6)))
-    assert not running.blocks.spares and running.outbox.urgent
-    assert [t.block_id for t in running.outbox.carry(()).taken] == [5]
+    assert not running.blocks.spares and running.outbox.urgent  # the scheduler waits for a report that shows it
 
 
 def test_remap_uses_the_equal_block_and_gives_the_old_one_up() -> None:

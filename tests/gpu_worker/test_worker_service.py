@@ -311,7 +311,9 @@ async def test_a_take_over_is_answered_with_the_running_set_and_the_term(bench: 
     assert bench.worker.life.run_term == bench.term + 1
 
 
-async def test_what_is_drawn_is_committed_before_a_take_over_is_answered(bench: WorkerBench) -> None:
+async def test_what_is_drawn_is_committed_before_a_take_over_is_answered(
+    bench: WorkerBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Else a finished sequence would look lost to the new scheduler, and be queued again."""
     sid = await bench.place(PROMPT, max_tokens=2)
     await bench.worker.read_plan(0)
@@ -320,9 +322,16 @@ async def test_what_is_drawn_is_committed_before_a_take_over_is_answered(bench: 
     await bench.plan(TakeOver(term=bench.term + 1, inbox=SCHEDULER), term=bench.term + 1)
     await bench.worker.read_plan(0)
     bench.worker.step()
+    xadd, states = bench.worker.redis.xadd, []
+
+    async def look_and_add(*args: Any, **kwargs: Any) -> Any:
+        states.append((await bench.record(sid)).state)
+        return await xadd(*args, **kwargs)
+
+    monkeypatch.setattr(bench.worker.redis, "xadd", look_and_add)
     await bench.worker.flush()
     (state,) = [m for m in await bench.inbox() if isinstance(m, RunningState)]
-    assert not state.running and (await bench.record(sid)).state == "done"
+    assert not state.running and states == ["done"]
 
 
 async def test_a_store_gets_all_sealed_blocks(bench: WorkerBench) -> None:
@@ -365,6 +374,21 @@ async def test_a_report_goes_along_when_it_changes_a_decision_or_is_old(bench: W
     await bench.worker.flush()
     (told,) = reports(await bench.inbox())
     assert told.num_steps == 3 and not told.seals
+
+
+async def test_an_end_is_not_told_before_the_last_token_is_in_the_log(
+    bench: WorkerBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("services.gpu_worker.commits.MAX_CHUNK_TOKENS", 4)
+    sid = await bench.place(PROMPT, max_tokens=6)
+    await bench.worker.read_plan(0)
+    while bench.worker.step():
+        pass
+    await bench.worker.flush()
+    assert (await bench.record(sid)).state == "placed" and not ends(await bench.inbox())
+    assert bench.worker.urgent
+    await bench.worker.flush()
+    assert (await bench.record(sid)).state == "done" and ends(await bench.inbox()) == [(sid, 1, "length")]
 
 
 async def test_a_starved_sequence_is_reported_and_helped(bench: WorkerBench) -> None:
@@ -476,6 +500,22 @@ async def test_what_an_old_life_was_reading_is_not_for_the_new_one(bench: Worker
     assert not bench.worker.running.has_work
 
 
+async def test_a_life_that_ends_while_records_are_read_takes_its_plan_with_it(
+    bench: WorkerBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await bench.place(PROMPT)
+    read = bench.worker.records.request
+
+    async def read_and_lapse(rid: str) -> Any:
+        bench.worker._end(bench.worker.life, "test")
+        return await read(rid)
+
+    monkeypatch.setattr(bench.worker.records, "request", read_and_lapse)
+    assert await bench.worker.read_plan(0) == 0
+    bench.worker.step()
+    assert not bench.worker.running.outbox and not bench.worker.running.has_work
+
+
 async def test_answers_to_an_old_life_change_nothing_in_the_new_one(bench: WorkerBench) -> None:
     await bench.place(PROMPT)
     await bench.worker.read_plan(0)
@@ -484,6 +524,7 @@ async def test_answers_to_an_old_life_change_nothing_in_the_new_one(bench: Worke
 
     async def commit_and_lapse(*args: Any) -> Any:
         answers = await commit(*args)
+        bench.worker.running.outbox.touch()
         bench.worker._end(bench.worker.life, "test")
         return answers
 
