@@ -30,6 +30,7 @@ from shared.block_keys import request_salt
 log = logging.getLogger(__name__)
 
 STALL_S = 60.0  # a client that takes nothing for so long is cut; until then only its own response waits
+UNBOUNDED_WRITE_BYTES = 32 * 1024  # half of what asyncio buffers before it makes a writer wait
 STREAM_HEADERS = {
     "Content-Type": "text/event-stream; charset=utf-8",
     "Cache-Control": "no-cache",
@@ -145,11 +146,15 @@ class Answer:
 
 
 async def _write(http: web.Request, response: web.StreamResponse, data: bytes) -> None:
+    transport = http.transport
+    if transport is not None and len(data) < UNBOUNDED_WRITE_BYTES and not transport.get_write_buffer_size():
+        await response.write(data)  # cannot wait: what the client does not take at once fits the buffer
+        return
     try:
         async with asyncio.timeout(STALL_S):
             await response.write(data)
     except TimeoutError:
         log.warning("%s: the client takes nothing any more and is cut", http[RID])
-        if http.transport is not None:
-            http.transport.abort()
+        if transport is not None:
+            transport.abort()
         raise ConnectionError("the client takes nothing any more") from None

@@ -37,7 +37,6 @@ from shared.settings import CommonSettings, GatewaySettings
 log = logging.getLogger(__name__)
 
 LOOK_S = 1.0  # between two looks at the event loop's lag
-PUBLISH_EVERY = 5  # looks
 LEAVE_TIMEOUT_S = 3.0
 HANDLER_END_S = 0.2  # for handlers to end once they are cancelled
 
@@ -140,7 +139,7 @@ class GatewayService:
     async def _watch(self) -> None:
         """Looks at the event loop's lag, and publishes the metrics now and then."""
         lag_s = 0.0
-        for _ in range(PUBLISH_EVERY):
+        for _ in range(round(metrics.PUBLISH_EVERY_S / LOOK_S)):
             due = time.monotonic() + LOOK_S
             await asyncio.sleep(LOOK_S)
             lag_s = max(lag_s, time.monotonic() - due)
