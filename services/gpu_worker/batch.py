@@ -11,7 +11,7 @@ from shared.protocol import SamplingParams
 
 @dataclass(slots=True)
 class Sequence:
-    """One running sequence. token_ids = prompt + output so far; the KV of the first num_computed of them is in the pool.
+    """One running sequence. token_ids = prompt and output; the KV of the first num_computed of them is in the pool.
 
     While num_computed < len(token_ids) - 1 it is in prefill (also after a move, where the output is recomputed).
     Token t lives in slot block_ids[t // block_size] * block_size + t % block_size.
