@@ -60,11 +60,9 @@ class Draw:
 
 def validate(params: SamplingParams, vocab_size: int) -> str | None:
     """Why these parameters cannot be used with a vocabulary of this size, naming the field; None if they can."""
-    for token_id, bias in params.logit_bias.items():
+    for token_id in params.logit_bias:
         if not 0 <= token_id < vocab_size:
             return f"logit_bias: token id {token_id} is outside the vocabulary of {vocab_size}"
-        if not math.isfinite(bias):
-            return f"logit_bias: the value of token id {token_id} is not finite"
     for token_id in params.stop_token_ids:
         if not 0 <= token_id < vocab_size:
             return f"stop_token_ids: {token_id} is outside the vocabulary of {vocab_size}"

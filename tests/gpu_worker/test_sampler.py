@@ -1,0 +1,278 @@
+"""The sampler: each control against a plain statement of it, their order, and draws that depend on nothing else."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kernels.gumbel import gumbel_noise
+from services.gpu_worker import sampler
+from services.gpu_worker.sampler import (
+    LOGPROB_FLOOR,
+    Draw,
+    apply_controls,
+    filtered_ids,
+    ordered_sum,
+    sample,
+    top_ids,
+    validate,
+)
+from shared.protocol import SamplingParams
+from tests.kernels.threads import torch_threads
+
+VOCAB = 50
+
+
+def params(**changes: Any) -> SamplingParams:
+    return SamplingParams(**({"max_tokens": 16, "seed": 11} | changes))
+
+
+def draw(tokens: tuple[int, ...] = (1, 2), num_prompt: int = 2, choice: int = 0, **changes: Any) -> Draw:
+    return Draw(params(**changes), choice, tokens, num_prompt)
+
+
+def row(seed: int = 0, vocab: int = VOCAB) -> torch.Tensor:
+    return torch.randn(vocab, generator=torch.Generator().manual_seed(seed)) * 3
+
+
+def one(logits: torch.Tensor, draw_: Draw) -> int:
+    return sample(logits[None], [draw_])[0].token_id
+
+
+# --- drawing ---------------------------------------------------------------------------------------------------------
+
+
+def test_greedy_is_the_first_largest() -> None:
+    logits = torch.tensor([[1.0, 5.0, 5.0], [2.0, 2.0, 1.0]])
+    tokens = sample(logits, [draw(temperature=0.0)] * 2)
+    assert [t.token_id for t in tokens] == [1, 0]
+    assert one(logits[0], draw(temperature=1e-6)) == 1
+    assert one(logits[0], draw(temperature=0.0, top_k=2, top_p=0.1, min_p=0.9)) == 1
+    assert sample(logits[:0], []) == []
+
+
+def test_greedy_over_a_large_vocabulary_is_the_first_largest_with_any_threads() -> None:
+    logits = torch.zeros(3, 100_001)
+    logits[0, [70_000, 99_999]] = 1.0
+    for threads in (1, 2, 3):
+        with torch_threads(threads):
+            assert [t.token_id for t in sample(logits, [draw(temperature=0.0)] * 3)] == [70_000, 0, 0]
+
+
+def test_a_draw_is_logits_plus_noise() -> None:
+    logits = row()
+    for position in range(5):
+        noise = gumbel_noise(11, 3, position, VOCAB)
+        want = int(((logits - logits.max()) / 0.7 + noise).argmax())
+        tokens = (1, 2) + (4,) * position
+        assert one(logits, draw(tokens, choice=3, temperature=0.7)) == want
+
+
+def test_draws_follow_the_distribution() -> None:
+    logits = torch.tensor([0.0, 1.0, 2.0, -1.0])
+    tokens = [one(logits, draw(temperature=0.5, seed=seed)) for seed in range(1500)]
+    shares = torch.bincount(torch.tensor(tokens), minlength=4) / 1500
+    assert (shares - (logits / 0.5).softmax(0)).abs().max() < 0.04
+
+
+def test_a_draw_depends_on_seed_choice_and_position_alone() -> None:
+    """Not on batch mates, their parameters, their number, or the number of threads."""
+    logits = torch.stack([row(i, 40_000) for i in range(6)])
+    draws = [
+        draw(temperature=1.0), draw(temperature=0.0), draw(temperature=1.3, top_p=0.8), draw(temperature=1.0, top_k=7),
+        draw(temperature=0.9, min_p=0.01, logprobs=3), draw((1, 2, 3), temperature=1.0, repetition_penalty=1.2),
+    ]  # fmt: skip
+    alone = [sample(logits[i : i + 1], draws[i : i + 1])[0] for i in range(6)]
+    for threads in (1, 2, 3):
+        with torch_threads(threads):
+            assert sample(logits, draws) == alone
+            assert sample(logits.flip(0), draws[::-1]) == alone[::-1]
+    other = {one(logits[0], draw(temperature=1.0, seed=s, choice=c)) for s in (1, 2, 3) for c in (0, 1, 2)}
+    assert len(other) > 3
+
+
+def test_the_logits_are_not_modified() -> None:
+    logits = torch.stack([row(), row(1)])
+    before = logits.clone()
+    sample(logits, [draw(temperature=1.0, logit_bias={3: 5.0}, repetition_penalty=2.0, logprobs=2)] * 2)
+    assert torch.equal(logits, before)
+
+
+# --- filters ---------------------------------------------------------------------------------------------------------
+
+
+def plain_filter(scaled: list[float], top_k: int, top_p: float, min_p: float) -> set[int]:
+    """The definition, with Python's numbers: best first, equal ones by id."""
+    order = sorted(range(len(scaled)), key=lambda i: (-scaled[i], i))
+    if top_k:
+        order = order[:top_k]
+    if top_p < 1:
+        weights = [math.exp(scaled[i]) for i in order]
+        kept, reached = [], 0.0
+        for i, weight in zip(order, weights, strict=True):
+            kept.append(i)
+            reached += weight
+            if reached >= top_p * sum(weights):
+                break
+        order = kept
+    return {i for i in order if min_p == 0 or scaled[i] >= math.log(min_p)}
+
+
+@given(
+    values=st.lists(st.integers(-8, 0), min_size=2, max_size=40),
+    top_k=st.integers(0, 45),
+    top_p=st.sampled_from([1.0, 0.97, 0.83, 0.31, 0.011]),
+    min_p=st.sampled_from([0.0, 0.013, 0.21, 1.0]),
+)
+def test_filters(values: list[int], top_k: int, top_p: float, min_p: float) -> None:
+    scaled = torch.tensor([float(v - max(values)) for v in values])
+    kept = filtered_ids(scaled, params(top_k=top_k, top_p=top_p, min_p=min_p))
+    want = plain_filter(scaled.tolist(), top_k, top_p, min_p)
+    if kept is None:
+        assert want == set(range(len(values)))
+    else:
+        assert kept.tolist() == sorted(want)
+
+
+def test_nucleus_beyond_its_first_candidates(monkeypatch: pytest.MonkeyPatch) -> None:
+    scaled = row(2, 2000) - row(2, 2000).max()
+    want = filtered_ids(scaled, params(top_p=0.9))
+    monkeypatch.setattr(sampler, "_FIRST_CANDIDATES", 3)
+    got = filtered_ids(scaled, params(top_p=0.9))
+    assert want is not None and got is not None
+    assert torch.equal(want, got) and 3 < len(got) < 2000
+
+
+def test_filtered_draws_use_the_whole_row_s_noise() -> None:
+    logits = row(5)
+    kept = filtered_ids(logits - logits.max(), params(top_k=5))
+    assert kept is not None
+    noise = gumbel_noise(11, 0, 0, VOCAB)
+    assert one(logits, draw(temperature=1.0, top_k=5)) == int(kept[(logits[kept] + noise[kept]).argmax()])
+
+
+def test_top_ids_of_equal_values_are_the_lowest() -> None:
+    values = torch.tensor([1.0, 2.0, 1.0, 3.0, 1.0, 2.0])
+    assert top_ids(values, 1).tolist() == [3]
+    assert top_ids(values, 4).tolist() == [3, 1, 5, 0]
+    assert top_ids(values, 6).tolist() == [3, 1, 5, 0, 2, 4]
+
+
+def test_ordered_sum_does_not_depend_on_threads() -> None:
+    values = row(0, 100_000).double().exp()
+    results = set()
+    for threads in (1, 2, 3, 5):
+        with torch_threads(threads):
+            results.add(float(ordered_sum(values)))
+    assert len(results) == 1
+    assert results.pop() == pytest.approx(math.fsum(values.tolist()), rel=1e-12)
+
+
+# --- controls --------------------------------------------------------------------------------------------------------
+
+
+def test_logit_bias_and_bans() -> None:
+    logits = row()
+    best = int(logits.argmax())
+    assert one(logits, draw(temperature=0.0, logit_bias={best: -100.0})) != best
+    assert one(logits, draw(temperature=0.0, logit_bias={7: 100.0})) == 7
+    banned = draw(temperature=0.0, stop_token_ids=(best,), min_tokens=1)
+    assert one(logits, banned) != best
+    assert one(logits, draw((1, 2, 3), temperature=0.0, stop_token_ids=(best,), min_tokens=1)) == best
+    # A bias cannot bring a banned token back, and a ban of everything is none.
+    assert one(logits, draw(temperature=0.0, stop_token_ids=(best,), min_tokens=1, logit_bias={best: 100.0})) != best
+    everything = tuple(range(VOCAB))
+    assert one(logits, draw(temperature=0.0, stop_token_ids=everything, min_tokens=1)) == best
+
+
+def test_penalties() -> None:
+    """Repetition counts prompt and output, once each; frequency and presence the output alone."""
+    logits = torch.tensor([2.0, -2.0, 4.0, -4.0, 1.0])
+    tokens = (0, 1, 2, 3, 2)  # two of prompt, three of output
+    repeated = apply_controls(logits, draw(tokens, repetition_penalty=2.0))
+    assert repeated.tolist() == [1.0, -4.0, 2.0, -8.0, 1.0]
+    counted = apply_controls(logits, draw(tokens, frequency_penalty=0.5, presence_penalty=0.25))
+    assert counted.tolist() == [2.0, -2.0, 4.0 - 1.25, -4.0 - 0.75, 1.0]
+    both = apply_controls(logits, draw(tokens, repetition_penalty=2.0, presence_penalty=1.0, logit_bias={3: 6.0}))
+    assert both.tolist() == [1.0, -4.0, 2.0 - 1.0, 2.0 / 2.0 - 1.0, 1.0]
+    assert apply_controls(logits, draw((0, 1), frequency_penalty=1.0)) is logits
+
+
+def test_temperature_comes_before_the_filters() -> None:
+    """At a high temperature top-p leaves more; penalties have acted on the logits before it."""
+    logits = torch.tensor([3.0, 2.0, 1.0, 0.0])
+    cold, hot = ((logits - 3.0) / t for t in (0.25, 4.0))
+    cold_ids, hot_ids = (filtered_ids(scaled, params(top_p=0.9)) for scaled in (cold, hot))
+    assert cold_ids is not None and hot_ids is not None
+    assert len(cold_ids) == 1 and len(hot_ids) == 4
+
+
+# --- log-probabilities -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("num_top", [0, 1, 5, 20])
+def test_logprobs_are_of_the_raw_distribution(num_top: int) -> None:
+    logits = row(3)
+    want = logits.double().log_softmax(0)
+    bias = {i: -100.0 for i in range(VOCAB) if i != 17}
+    token = sample(logits[None], [draw(temperature=0.0, logit_bias=bias, logprobs=num_top)])[0]
+    assert token.token_id == 17
+    assert token.logprob == pytest.approx(float(want[17]), abs=1e-5)
+    order = sorted(range(VOCAB), key=lambda i: (-logits[i], i))[:num_top]
+    assert [i for i, _ in token.top] == order
+    assert [p for _, p in token.top] == pytest.approx([float(want[i]) for i in order], abs=1e-5)
+
+
+def test_logprobs_of_equal_logits_and_floor() -> None:
+    logits = torch.zeros(4)
+    token = sample(logits[None], [draw(temperature=0.0, logprobs=2)])[0]
+    assert [i for i, _ in token.top] == [0, 1]
+    assert token.logprob == pytest.approx(-math.log(4))
+    far = torch.tensor([0.0, -1e6])
+    token = sample(far[None], [draw(temperature=0.0, logprobs=5)])[0]
+    assert token.top == ((0, 0.0), (1, LOGPROB_FLOOR))
+
+
+# --- validation ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"logit_bias": {VOCAB: 1.0}}, "logit_bias"),
+        ({"stop_token_ids": (2, VOCAB)}, "stop_token_ids"),
+    ],
+)
+def test_what_does_not_fit_the_vocabulary_is_refused(changes: dict[str, Any], field: str) -> None:
+    reason = validate(params(**changes), VOCAB)
+    assert reason is not None and reason.startswith(field)
+    with pytest.raises(ValueError, match=field):
+        sample(row()[None], [draw(temperature=0.0, min_tokens=1, **changes)])
+
+
+def test_good_parameters_pass() -> None:
+    assert validate(params(logit_bias={0: 1.0, VOCAB - 1: -2.0}, stop_token_ids=(0, VOCAB - 1)), VOCAB) is None
+
+
+@given(
+    seed=st.integers(0, 50), temperature=st.sampled_from([0.0, 1e-6, 1e-4, 0.5, 1.0, 100.0]), top_k=st.integers(0, 60),
+    top_p=st.sampled_from([1.0, 0.9, 1e-9]), min_p=st.sampled_from([0.0, 0.5, 1.0]),
+    logprobs=st.sampled_from([None, 0, 20]), output=st.integers(0, 3),
+    bias=st.dictionaries(st.integers(0, VOCAB - 1), st.floats(-100, 100), max_size=5),
+)  # fmt: skip
+def test_any_parameters_draw_a_token(
+    seed: int, temperature: float, top_k: int, top_p: float, min_p: float, logprobs: int | None, bias: dict[int, float],
+    output: int,
+) -> None:  # fmt: skip
+    one_draw = draw(
+        (1, 2) + (5,) * output, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, logprobs=logprobs,
+        logit_bias=bias, repetition_penalty=1.5, frequency_penalty=-2.0, presence_penalty=2.0,
+    )  # fmt: skip
+    token = sample(row(seed)[None], [one_draw])[0]
+    assert 0 <= token.token_id < VOCAB
+    assert math.isfinite(token.logprob)
