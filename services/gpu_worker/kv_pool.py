@@ -9,6 +9,7 @@ import torch
 
 LAYOUT = "block-head-slot-dim"  # part of the kernel variant: what a block's bytes mean
 DEFAULT_MOST_BYTES = 4 << 30
+CGROUP = Path("/sys/fs/cgroup")
 DTYPES = {"float32": torch.float32, "float16": torch.float16}
 
 
@@ -66,6 +67,6 @@ def available_bytes() -> int:
 def _cgroup_value(name: str) -> int | None:
     """A number of the cgroup (version 2) we run in; None where there is none or no limit."""
     try:
-        return int((Path("/sys/fs/cgroup") / name).read_text(encoding="ascii"))
+        return int((CGROUP / name).read_text(encoding="ascii"))
     except (OSError, ValueError):
         return None

@@ -15,7 +15,7 @@ from services.gpu_worker.model.config import ConfigError, Keys, ModelConfig, Rop
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """`default_*` are what transformers assumes for an absent key; None: it follows from other keys."""
+    """`default_*` are what transformers assumes for an absent key (not for null); None: it follows from other keys."""
 
     qkv_bias: bool = False  # always; elsewhere attention_bias says
     qk_norm: bool = False
@@ -85,13 +85,14 @@ def config_from_hf(values: Mapping[str, Any]) -> ModelConfig:
     keys.expect("partial_rotary_factor", 1.0, 1)
     hidden_size, num_heads = keys.need("hidden_size", int), keys.need("num_attention_heads", int)
     attention_bias = keys.take("attention_bias", bool, False)
+    absent_kv_heads = num_heads if "num_key_value_heads" in values else family.default_kv_heads or num_heads
     config = ModelConfig(
         vocab_size=keys.need("vocab_size", int),
         hidden_size=hidden_size,
         intermediate_size=keys.need("intermediate_size", int),
         num_layers=keys.need("num_hidden_layers", int),
         num_heads=num_heads,
-        num_kv_heads=keys.take("num_key_value_heads", int, family.default_kv_heads or num_heads),
+        num_kv_heads=keys.take("num_key_value_heads", int, absent_kv_heads),
         head_dim=keys.take("head_dim", int, family.default_head_dim or hidden_size // max(1, num_heads)),
         rms_norm_eps=keys.take("rms_norm_eps", float, 1e-6),
         max_position_embeddings=keys.need("max_position_embeddings", int),
