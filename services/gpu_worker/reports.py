@@ -6,7 +6,7 @@ from services.gpu_worker.batch import Sequence
 from services.gpu_worker.outbox import Carried, cut_seals
 from services.gpu_worker.running_set import RunningSet
 from services.gpu_worker.seals import seal_of
-from shared.protocol import Report, RunningSequence, RunningState
+from shared.protocol import Report, RunningSequence, RunningState, TakeOver
 
 MAX_STATE_SEAL_BYTES = 256 * 1024  # in a running state; the rest follows in reports
 
@@ -23,7 +23,7 @@ def report(
     )  # fmt: skip
 
 
-def running_state(running: RunningSet, worker: str, term: int) -> RunningState:
+def running_state(running: RunningSet, worker: str, term: int, ask: int = 0) -> RunningState:
     """Everything, for a scheduler that takes over. Seals that do not fit are left in the outbox, for reports."""
     size = running.info.block_size
     seals = [seal_of(s, i, size) for s in running.sequences.values() for i in range(s.num_sealed)]
@@ -34,8 +34,8 @@ def running_state(running: RunningSet, worker: str, term: int) -> RunningState:
         for s in running.sequences.values()
     )
     return RunningState(
-        worker=worker, term=term, pool_term=running.pool_term, running=rows, seals=tuple(fitting),
-        spare_block_ids=tuple(sorted(running.blocks.spares)),
+        worker=worker, term=question.term, pool_term=running.pool_term, running=rows, seals=tuple(fitting),
+        spare_block_ids=tuple(sorted(running.blocks.spares)), ask=question.ask, ask=ask,
     )  # fmt: skip
 
 

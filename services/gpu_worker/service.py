@@ -285,7 +285,8 @@ class WorkerService:
         """To the oldest question, which is taken off the list."""
         question = self.running.questions.pop(0)
         if isinstance(question, TakeOver):
-            return [(f"inbox:{question.inbox}", running_state(self.running, life.worker, question.term))]
+            state = running_state(self.running, life.worker, question.term, question.ask)
+            return [(f"inbox:{question.inbox}", state)]
         pages = inventory_pages(self.running.sealed.entries(), life.worker, question.pool_term)
         return [(question.reply_to, page) for page in pages]
 

@@ -463,10 +463,10 @@ def test_a_running_state_shows_everything_and_supersedes_the_outbox() -> None:
     for _ in range(4):
         step(running, engine)
     admit(running, b"abcdXY", sid="b.0", block_ids=(0, 4), cached_length=4)
-    state = running_state(running, "w", 7)
+    state = running_state(running, "w", TakeOver(term=7, inbox="s", ask=3))
     rows = {r.sid: (r.num_tokens, r.num_computed, r.block_ids, r.salt) for r in state.running}
     assert rows == {"a.0": (10, 9, (0, 1, 8), bytes(32)), "b.0": (6, 4, (0, 4), bytes(32))}
-    assert (state.worker, state.term, state.spare_block_ids) == ("w", 7, (9,))
+    assert (state.worker, state.term, state.ask, state.spare_block_ids) == ("w", 7, 3, (9,))
     assert [(s.sid, s.index, s.block_id) for s in state.seals] == [("a.0", 0, 0), ("a.0", 1, 1), ("b.0", 0, 0)]
     carried = running.outbox.carry(())
     assert not carried.taken and not carried.seals
