@@ -23,7 +23,7 @@ def report(
     )  # fmt: skip
 
 
-def running_state(running: RunningSet, worker: str, term: int, ask: int = 0) -> RunningState:
+def running_state(running: RunningSet, worker: str, question: TakeOver) -> RunningState:
     """Everything, for a scheduler that takes over. Seals that do not fit are left in the outbox, for reports."""
     size = running.info.block_size
     seals = [seal_of(s, i, size) for s in running.sequences.values() for i in range(s.num_sealed)]
@@ -35,7 +35,7 @@ def running_state(running: RunningSet, worker: str, term: int, ask: int = 0) -> 
     )
     return RunningState(
         worker=worker, term=question.term, pool_term=running.pool_term, running=rows, seals=tuple(fitting),
-        spare_block_ids=tuple(sorted(running.blocks.spares)), ask=question.ask, ask=ask,
+        spare_block_ids=tuple(sorted(running.blocks.spares)), ask=question.ask,
     )  # fmt: skip
 
 

@@ -285,8 +285,7 @@ class WorkerService:
         """To the oldest question, which is taken off the list."""
         question = self.running.questions.pop(0)
         if isinstance(question, TakeOver):
-            state = running_state(self.running, life.worker, question.term, question.ask)
-            return [(f"inbox:{question.inbox}", state)]
+            return [(f"inbox:{question.inbox}", running_state(self.running, life.worker, question))]
         pages = inventory_pages(self.running.sealed.entries(), life.worker, question.pool_term)
         return [(question.reply_to, page) for page in pages]
 
