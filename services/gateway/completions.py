@@ -52,6 +52,7 @@ class CompletionRoutes:
     async def _answer(
         self, http: web.Request, cls: type[ChatCompletionRequest] | type[CompletionRequest]
     ) -> web.StreamResponse:
+        started = asyncio.get_running_loop().time()
         body = await read_body(http, self.state.settings.max_body_bytes)
         self.state.check_open()
         request, prompts = await self.intake.generation(cls, body)
@@ -61,6 +62,7 @@ class CompletionRoutes:
             async with Generation(
                 self.state.inflight, self.state.metrics, self.intake.tokenizer, prompts, rid=http[RID],
                 caller=Caller(owner, salt, http[CLIENT_ID]), timeout_s=self.state.settings.request_timeout_s,
+                started=started,
             ) as generation:  # fmt: skip
                 answer = Answer(generation, self._builder(generation, request))
                 return await (answer.stream(http) if request.stream else answer.whole())

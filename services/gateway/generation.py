@@ -46,8 +46,9 @@ class Generation:
 
     def __init__(
         self, inflight: Inflight, metrics: GatewayMetrics, tokenizer: Tokenizer, prompts: Sequence[PreparedPrompt],
-        *, rid: str, caller: Caller, timeout_s: float,
+        *, rid: str, caller: Caller, timeout_s: float, started: float,
     ) -> None:  # fmt: skip
+        """started: loop time at which the call came."""
         self.rid = rid
         self.prompts = prompts
         self.choices = [
@@ -65,7 +66,7 @@ class Generation:
         self._num_running = 0
         self._timed_out = False
         self._silent = False
-        self._started = asyncio.get_running_loop().time()
+        self._started = started
         self._last_at = [0.0] * len(self.choices)
 
     async def __aenter__(self) -> Generation:
@@ -106,6 +107,18 @@ class Generation:
             timer.cancel()
         for _, request in self._requests:
             self._inflight.close(request, self._outcome)
+        log.info("%s", self)
+
+    def __str__(self) -> str:
+        """What a log may say of it: no text of anybody but the caller's own id."""
+        num_prompt_tokens = sum(len(prompt.ids) for prompt in self.prompts)
+        ends = ",".join(choice.finish_reason or "unfinished" for choice in self.choices)
+        called = f" ({self._caller.client_id})" if self._caller.client_id else ""
+        took = asyncio.get_running_loop().time() - self._started
+        return (
+            f"{self.rid}{called}: {num_prompt_tokens} prompt tokens, {self.cached_tokens()} of them cached, "
+            f"{sum(choice.num_tokens for choice in self.choices)} output tokens, {ends}, {took:.2f} s"
+        )
 
     @property
     def is_running(self) -> bool:

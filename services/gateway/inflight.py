@@ -17,9 +17,10 @@ from redis.asyncio import Redis
 from services.gateway.admission import DrainMeter, queue_full, unavailable
 from services.gateway.open_request import Event, Moved, OpenRequest, RequestLost
 from services.gateway.redis_calls import CALL_TIMEOUT_S, CannotWrite, Owed, in_time
+from services.gateway.request_table import RequestTable
 from shared.bus import LOST, StreamReader, backoff
 from shared.leases import IDLE_REFRESH_MS, Lapsed, Membership, StreamLost, new_incarnation
-from shared.protocol import Member, Outcome, RequestSpec, sequence_id
+from shared.protocol import Member, Outcome, RequestSpec, sequence_id, split_sequence_id
 from shared.records import Records
 from shared.scripts import Scripts
 
@@ -27,7 +28,6 @@ log = logging.getLogger(__name__)
 
 ADMIT_TIMEOUT_S = 6.0  # of all tries; longer than Redis takes to restart
 RETRY_TAKE_S = 0.25
-MAX_REMEMBERED = 4096  # ended requests whose late tokens are known to be nobody's
 CANCELLED = Outcome(reason="cancelled")
 
 
@@ -50,13 +50,9 @@ class Inflight:
         self._joined = False
         self._refresh_at = 0.0
         self._reader: StreamReader | None = None
-        self._requests: dict[str, OpenRequest] = {}
-        self._routes: dict[bytes, tuple[OpenRequest, int]] = {}
-        self._remembered: dict[str, None] = {}
+        self._table = RequestTable()
         self._owed = Owed()
         self._admissions: set[asyncio.Task[None]] = set()
-        self._idle = asyncio.Event()
-        self._idle.set()
 
     def _new_membership(self, incarnation: str = "") -> Membership:
         member = Member(kind="gateway", incarnation=incarnation or new_incarnation("gateway"))
@@ -69,11 +65,11 @@ class Inflight:
     @property
     def requests(self) -> list[OpenRequest]:
         """Those that are open."""
-        return list(self._requests.values())
+        return self._table.all()
 
     async def idle(self) -> None:
         """Returns when no request is open."""
-        await self._idle.wait()
+        await self._table.empty()
 
     # --- going in ------------------------------------------------------------------------------------------------
 
@@ -102,21 +98,19 @@ class Inflight:
             task.exception()  # its caller may be gone
 
     async def _admit(self, request: OpenRequest, spec: RequestSpec, prompt: bytes, owner: str) -> None:
-        self._requests[request.rid] = request
-        self._idle.clear()
-        self._routes |= {sequence_id(request.rid, i).encode(): (request, i) for i in range(spec.num_choices)}
+        self._table.add(request)
         try:
             status, number = await self._ask_admission(request, spec, prompt, owner)
-        except CannotWrite:
-            self._forget(request)
-            raise unavailable("the server is out of memory or storage", "storage_full", 5) from None
         except BaseException as e:
-            self.close(request)  # whether it was admitted is unknown
+            self.close(request)
+            if isinstance(e, CannotWrite):
+                raise unavailable("the server is out of memory or storage", "storage_full", 5) from None
             if isinstance(e, TimeoutError):
                 raise unavailable("the queue does not answer", "queue_unreachable") from None
             raise
         if status.startswith("full"):
-            self._forget(request)
+            request.in_redis = False
+            self.close(request)
             unit = "requests" if status == "full_requests" else "tokens"
             num_queued = number if unit == "requests" else number // spec.num_prompt_tokens
             raise queue_full(f"{number} {unit} wait", self._drained.retry_after_s(num_queued, self._clock()))
@@ -128,6 +122,7 @@ class Inflight:
         self, request: OpenRequest, spec: RequestSpec, prompt: bytes, owner: str
     ) -> tuple[str, int]:
         """Repeats with the same id while replies are lost: `admit` does a thing once."""
+        is_first = True
         async with asyncio.timeout(ADMIT_TIMEOUT_S):
             async for _ in backoff():
                 try:
@@ -137,8 +132,10 @@ class Inflight:
                     )  # fmt: skip
                     return await in_time(admission)
                 except CannotWrite:
+                    request.in_redis = not is_first  # if not the first, an earlier one may have run
                     raise
                 except LOST as e:
+                    is_first = False
                     log.warning("admission of %s is repeated: %s", request.rid, e)
         raise AssertionError("unreachable: backoff never ends")
 
@@ -163,7 +160,7 @@ class Inflight:
     def _dispatch(self, field: bytes, data: bytes) -> None:
         mark = field[:1]
         sid = field[1:] if mark in (b"!", b">") else field
-        route = self._routes.get(sid)
+        route = self._table.route(sid)
         if route is None:
             if mark not in (b"!", b">"):
                 self._disown(sid.decode())
@@ -210,7 +207,7 @@ class Inflight:
             last = await in_time(self._membership.join())
             self._reader = StreamReader(self._redis, self._scripts.prefix, last)
             self._joined = True
-            for request in self._requests.values():
+            for request in self.requests:
                 if request.gateway == self.incarnation:
                     request.fall_behind()  # what was written before the stream was there is in the log alone
         for request in self.requests:
@@ -223,16 +220,13 @@ class Inflight:
         while request.gateway != self.incarnation:
             name = request.attaching = request.attaching or self.incarnation
             attached = await in_time(self._scripts.attach(request.rid, name, request.attach))
-            if not self._is_open(request):
+            if request not in self._table:
                 return  # closed while asking: its cancel asks once more
             if attached.status != "ok":
                 request.end(Moved() if attached.status == "lost" else RequestLost())
                 return
             request.attach, request.gateway, request.attaching = attached.choices[0][1], name, ""
             request.fall_behind()
-
-    def _is_open(self, request: OpenRequest) -> bool:
-        return self._requests.get(request.rid) is request
 
     # --- ending --------------------------------------------------------------------------------------------------
 
@@ -245,10 +239,10 @@ class Inflight:
 
     def close(self, request: OpenRequest, outcome: Outcome = CANCELLED) -> None:
         """Nobody waits for this request any more; what still runs of it ends with the outcome. May be repeated."""
-        if not self._is_open(request):
+        if request not in self._table:
             return
-        self._forget(request)
-        if not request.open_choices or request.ended:
+        self._table.remove(request)
+        if not request.in_redis or not request.open_choices or request.ended:
             return
 
         async def tell() -> None:
@@ -264,7 +258,7 @@ class Inflight:
     def _disown(self, sid: str) -> None:
         """Tokens that nobody here waits for: late ones of an ended request, or of one that was admitted after its
         admission had been given up, which must not run for nobody."""
-        if sid.rpartition(".")[0] in self._remembered:
+        if self._table.ended_lately(split_sequence_id(sid)[0]):
             return
 
         async def tell() -> None:
@@ -273,17 +267,6 @@ class Inflight:
                 await self._scripts.cancel_if([sid], record.attach, CANCELLED)
 
         self._owed.add(f"disown {sid}", tell)
-
-    def _forget(self, request: OpenRequest) -> None:
-        self._requests.pop(request.rid, None)
-        if not self._requests:
-            self._idle.set()
-        for i in range(len(request.positions)):
-            self._routes.pop(sequence_id(request.rid, i).encode(), None)
-        if request.admitted:
-            self._remembered[request.rid] = None
-            if len(self._remembered) > MAX_REMEMBERED:
-                del self._remembered[next(iter(self._remembered))]
 
     async def settle_next(self) -> None:
         """Waits until Redis has yet to hear something, and tells it; what it does not answer stays owed."""

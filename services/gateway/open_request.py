@@ -32,9 +32,11 @@ class OpenRequest:
 
     def __init__(self, rid: str, num_choices: int, gateway: str, wake: asyncio.Event) -> None:
         self.rid = rid
+        self.num_choices = num_choices
         self.gateway = gateway
         self.attach = 1
         self.attaching = ""  # the name of a re-attach whose answer is not known yet
+        self.in_redis = True  # a record may exist: false once an admission was surely refused
         self.admitted = False
         self.abandoned = False  # the client left before the admission was answered
         self.queued_choices = set(range(num_choices))  # nothing has come of them yet

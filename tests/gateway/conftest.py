@@ -9,7 +9,7 @@ from typing import Any
 
 import aiohttp
 import pytest
-from redis.exceptions import ConnectionError
+from redis.exceptions import ConnectionError, OutOfMemoryError
 
 from services.gateway import byte_tokenizer
 from services.gateway.inflight import Inflight
@@ -25,11 +25,13 @@ MODEL = "tiny"
 
 
 class LossyScripts(Scripts):
-    """Loses the replies of the scripts named in `lose`, after they have run, once each; `calls` counts all."""
+    """Loses the replies of the scripts named in `lose`, after they have run, once each; then those in `refuse` are
+    answered by a server that is full, without running. `calls` counts all."""
 
     def __init__(self, redis: Any, model: str) -> None:
         super().__init__(redis, model)
         self.lose: list[str] = []
+        self.refuse: list[str] = []
         self.calls: list[str] = []
         self.pause: dict[str, asyncio.Event] = {}
 
@@ -37,6 +39,9 @@ class LossyScripts(Scripts):
         self.calls.append(name)
         if name in self.pause:
             await self.pause[name].wait()
+        if name in self.refuse and name not in self.lose:
+            self.refuse.remove(name)
+            raise OutOfMemoryError("command not allowed when used memory > 'maxmemory'")
         reply = await super()._run(name, *args)
         if name in self.lose:
             self.lose.remove(name)

@@ -105,5 +105,21 @@ async def test_the_key_decides_owner_and_salt(serve_with: Serve) -> None:
     assert alice.spec.salt == request_salt(secret, alice.owner, "")
 
 
+async def test_neither_keys_nor_texts_are_logged(
+    serve_with: Serve, answering: Callable[..., None], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("DEBUG")
+    answering(lambda request, choice: list(b"answer"))
+    served = await serve_with(api_keys=KEYS)
+    headers = {"Authorization": f"Bearer {KEYS[0]}", "X-Request-Id": "named-by-client"}
+    status, _, _ = await served.post("/v1/completions", {"prompt": "question", "max_tokens": 6}, headers=headers)
+    assert status == 200
+    assert (await served.post("/v1/completions", {}, headers={"Authorization": "Bearer key-of-eve"}))[0] == 401
+    logged = "\n".join(record.getMessage() for record in caplog.records if record.name.startswith("services"))
+    assert "named-by-client" in logged
+    for secret in (*KEYS, "key-of-eve", "question", "answer"):
+        assert secret not in logged
+
+
 async def nothing(asked: Awaitable[list[Any]]) -> bool:
     return await asked == []

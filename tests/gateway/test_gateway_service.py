@@ -51,6 +51,8 @@ async def test_open_responses_may_finish_while_new_work_is_refused(serve_with: S
         [sid] = await wait_until(served.worker.queued)
         served.stop.set()
         await wait_until(lambda: refuses(served.url))
+        async with kept.post(served.url + "/v1/completions", json=BODY) as refused:
+            assert (refused.status, (await refused.json())["error"]["code"]) == (503, "shutting_down")
         await served.worker.place(sid)
         await served.worker.commit(sid, list(b"abc"), "length")
         status, answer, _ = await asking

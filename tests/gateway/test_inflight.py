@@ -124,6 +124,18 @@ async def test_a_full_server_refuses_new_requests_and_ends_old_ones(any_redis_ur
     await gateway.redis.aclose()
 
 
+async def test_a_server_that_fills_up_between_two_tries_may_have_taken_the_first(gateway: Gateway) -> None:
+    gateway.scripts.lose = ["admit"]
+    gateway.scripts.refuse = ["admit"]
+    with pytest.raises(TryLater) as refused:
+        await submitted(gateway)
+    assert refused.value.status == 503
+    [key] = await gateway.redis.keys(gateway.scripts.key("s:*"))
+    assert await gateway.redis.hget(key, "state") == b"queued"
+    await gateway.inflight.settle()
+    assert await gateway.redis.hget(key, "state") == b"done"
+
+
 @pytest.mark.parametrize("phase", ["queued", "prefill", "decode"])
 async def test_a_client_that_leaves_ends_the_work_in_every_phase(
     gateway: Gateway, worker: FakeWorker, phase: str
