@@ -252,6 +252,7 @@ class TakeOver(Message):
     TAG: ClassVar[str] = "take_over"
     term: int
     inbox: str
+    ask: int = 0  # how often this term has asked; the answer echoes it
 
 
 class Admit(Message):
@@ -456,6 +457,7 @@ class RunningState(Message):
     running: tuple[RunningSequence, ...]
     spare_block_ids: tuple[int, ...]
     seals: tuple[Seal, ...] = ()
+    ask: int = 0
 
 
 class InventoryEntry(Message):
@@ -563,7 +565,7 @@ class Update(StoreCall):
     seals: tuple[Seal, ...] = ()
     dropped: tuple[tuple[str, int, int], ...] = ()  # (sid, epoch, block id) whose Remap is in the plan stream
     released: tuple[tuple[str, int], ...] = ()  # (sid, epoch)
-    reclaimed: tuple[int, ...] = ()  # spare blocks whose Reclaim is in the plan stream and was confirmed
+    reclaimed: tuple[int, ...] = ()  # spare blocks whose Reclaim is in the plan stream
 
     def to_wire(self) -> Any:
         fields = self.model_dump(exclude={"taken", "seals"})

@@ -28,7 +28,7 @@ EXAMPLES: tuple[p.Message, ...] = (
     ),
     p.QueueEntry(sid=SID, epoch=1, num_prompt_tokens=5, num_output_tokens=2, priority=-1, arrival_ms=1_700_000_000_000),
     p.Outcome(reason="error", num_tokens=3, code="poison_request", message="no"),
-    p.TakeOver(term=3, inbox="s-1"),
+    p.TakeOver(term=3, inbox="s-1", ask=2),
     p.Admit(sid=SID, epoch=2, pool_term=4, cached_length=16, block_ids=(9, 10), alone=True),
     p.Extend(sid="", epoch=0, pool_term=4, block_ids=(11, 12)),
     p.Remap(sid=SID, epoch=2, pool_term=4, index=1, block_id=3),
@@ -41,7 +41,7 @@ EXAMPLES: tuple[p.Message, ...] = (
         worker="w-1", term=3, pool_term=4, running=(ROW,), spare_block_ids=(12,), taken=(TAKEN,), seals=(SEAL,),
         ended=(ENDED,), num_steps=8, tokens_per_second=99.5,
     ),
-    p.RunningState(worker="w-1", term=3, pool_term=4, running=(ROW,), spare_block_ids=(12,), seals=(SEAL,)),
+    p.RunningState(worker="w-1", term=3, pool_term=4, running=(ROW,), spare_block_ids=(12,), seals=(SEAL,), ask=2),
     p.Inventory(worker="w-1", pool_term=4, blocks=(BLOCK,), last=True),
     p.Ensure(**HEAD, sid=SID, epoch=2, salt=bytes(32), ids=p.pack_ids([1, 2, 3]), keep_free=1),
     p.Table(
