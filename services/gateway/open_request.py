@@ -65,10 +65,13 @@ class OpenRequest:
 
     def fall_behind(self) -> None:
         """What has arrived is forgotten: record and log have to be read."""
+        self._forget_arrived()
+        self.wake.set()
+
+    def _forget_arrived(self) -> None:
         self._arrived.clear()
         self.num_bytes = 0
         self.behind = True
-        self.wake.set()
 
     def end(self, why: Exception) -> None:
         """The next `take` raises this."""
@@ -92,7 +95,7 @@ class OpenRequest:
         return events
 
     async def read_log(self, records: Records) -> list[Event]:
-        """As `take`, for a request that is behind; when reading fails it still is."""
+        """As `take`, for a request that is behind; when reading fails it still is, and it is for the caller to wake."""
         self.behind = False  # from here on arrivals are kept again: they may go beyond what is read now
         found = []
         try:
@@ -102,7 +105,7 @@ class OpenRequest:
                 record = await records.sequence(sid)
                 found.append((choice, record, await records.log(sid, self._num_chunks[choice])))
         except BaseException:
-            self.fall_behind()
+            self._forget_arrived()
             raise
         events: list[Event] = []
         for choice, record, chunks in found:

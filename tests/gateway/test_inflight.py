@@ -11,10 +11,12 @@ from redis.exceptions import ConnectionError
 from services.gateway.admission import TryLater
 from services.gateway.inflight import Inflight
 from services.gateway.open_request import MAX_QUEUED_BYTES, Event, Moved, OpenRequest, RequestLost
+from shared.bus import StreamReader
 from shared.protocol import Outcome, RequestSpec, SamplingParams, TextParams, TokenChunk, pack_ids
 from shared.scripts import CommitCode
 from tests.gateway.conftest import Gateway, GatewayMaker
 from tests.gateway.fake_worker import FakeWorker
+from tests.helpers import wait_until
 
 PROMPT = [1, 2, 3]
 
@@ -300,6 +302,47 @@ async def test_a_request_admitted_while_a_new_life_began_is_attached(gateway: Ga
     assert await state_of(gateway, f"{request.rid}.0") == ("queued", gateway.inflight.incarnation)
 
 
+async def test_a_client_that_leaves_during_a_reattach_is_attached_no_further(gateway: Gateway) -> None:
+    request = await submitted(gateway)
+    await lapse(gateway, lose="attach")
+    await gateway.redis.delete(gateway.scripts.key(f"lease:gateway:{gateway.inflight.incarnation}"))
+    gateway.scripts.pause["attach"] = asyncio.Event()
+    refreshing = asyncio.ensure_future(gateway.inflight.refresh())
+    await wait_until(lambda: gateway.scripts.calls.count("attach") == 2)
+    gateway.inflight.close(request)
+    gateway.scripts.pause.pop("attach").set()
+    await refreshing
+    assert gateway.scripts.calls.count("attach") == 2
+    await gateway.inflight.settle()
+    assert (await state_of(gateway, f"{request.rid}.0"))[0] == "done"
+
+
+async def test_tokens_written_before_the_stream_is_read_are_in_the_log(gateway: Gateway, worker: FakeWorker) -> None:
+    await lapse(gateway, lose="join")
+    request = await submitted(gateway)
+    [sid] = request.open_sids
+    await worker.place(sid)
+    await worker.commit(sid, [1])
+    await gateway.inflight.refresh()
+    assert ids_of(await gateway.inflight.take(request)) == [1]
+
+
+async def test_after_a_lost_connection_the_stream_is_looked_after_at_once(
+    gateway: Gateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def lost(*_: object) -> None:
+        raise ConnectionError("away")
+
+    old = gateway.inflight.incarnation
+    with monkeypatch.context() as patch:
+        patch.setattr(StreamReader, "read", lost)
+        with pytest.raises(ConnectionError):
+            await gateway.inflight.turn()
+    await gateway.redis.flushall()
+    await asyncio.wait_for(gateway.inflight.turn(), 1)
+    assert gateway.inflight.incarnation != old
+
+
 async def test_a_client_that_attached_elsewhere_ends_the_response_here(
     gateway: Gateway, new_gateway: GatewayMaker
 ) -> None:
@@ -374,6 +417,18 @@ async def test_a_client_that_leaves_while_being_admitted_leaves_nothing(gateway:
     assert await worker.queued() == []
 
 
+async def test_a_client_that_leaves_just_when_it_is_admitted_leaves_nothing(
+    gateway: Gateway, worker: FakeWorker
+) -> None:
+    submitting = asyncio.ensure_future(submitted(gateway))
+    await wait_until(lambda: any(request.admitted for request in gateway.inflight.requests), every=0)
+    submitting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await submitting
+    await asyncio.wait_for(gateway.inflight.settle_next(), 5)
+    assert await worker.queued() == []
+
+
 async def test_a_slow_client_is_served_from_the_log_with_bounded_memory(gateway: Gateway, worker: FakeWorker) -> None:
     request = await submitted(gateway)
     [sid] = request.open_sids
@@ -408,6 +463,7 @@ async def test_while_redis_is_away_the_log_is_asked_again_later(
     with monkeypatch.context() as patch:
         patch.setattr(gateway.records, "sequence", lost)
         assert await gateway.inflight.take(request) == []
+    assert not wake.is_set()  # at once would be in a loop without rest
     await asyncio.wait_for(wake.wait(), 5)
     assert ids_of(await gateway.inflight.take(request)) == [1]
 

@@ -104,6 +104,18 @@ def test_a_gap_is_filled_from_the_log() -> None:
     assert ids_of(take(request, sequence)) == [0, 1, 2]
 
 
+def test_what_arrives_while_the_log_is_read_is_kept() -> None:
+    request, sequence = a_request(), Sequence()
+    sequence.commit(2)
+    request.fall_behind()
+    request.wake.clear()
+    sequence.while_reading = lambda: request.arrive(0, False, sequence.commit(1))
+    assert ids_of(take(request, sequence)) == [0, 1, 2]  # one came between reading record and log
+    assert not request.behind
+    assert request.wake.is_set()
+    assert ids_of(take(request, sequence)) == [3]  # and one after that
+
+
 def test_an_outcome_that_counts_more_than_was_seen_waits_for_the_log() -> None:
     request, sequence = a_request(), Sequence()
     sequence.commit(2)

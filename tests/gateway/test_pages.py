@@ -118,7 +118,7 @@ async def test_limits_are_those_of_the_roomiest_worker(gateway: Gateway, worker:
         block_size=16,
         vocab_size=9,
     )
-    fleet = Fleet(gateway.redis, gateway.records, gateway.scripts.prefix)
+    fleet = Fleet(gateway.redis, gateway.records, gateway.scripts.prefix, lambda: 0.0)  # no look is ever due
     await fleet.turn()
     alone = fleet.fingerprint()
     await gateway.scripts.join(other, 60_000, [])

@@ -1,0 +1,82 @@
+"""Calls of Redis: bounded in time, and repeated until they are answered."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from redis.exceptions import ConnectionError, OutOfMemoryError, ReadOnlyError, ResponseError
+
+from services.gateway.redis_calls import CannotWrite, Owed, in_time
+from shared.bus import LOST
+
+
+async def test_a_call_without_an_answer_counts_as_lost() -> None:
+    with pytest.raises(LOST):
+        await in_time(asyncio.Event().wait(), 0.01)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        OutOfMemoryError("command not allowed when used memory > 'maxmemory'."),
+        ReadOnlyError("You can't write against a read only replica."),
+        ResponseError("Error running script: @user_script:30: -OOM command not allowed when used memory is."),
+        ResponseError("MISCONF Redis is configured to save RDB snapshots, but it's currently unable to persist"),
+    ],
+)
+async def test_a_server_that_cannot_write_counts_as_lost(error: Exception) -> None:
+    async def answer() -> None:
+        raise error
+
+    with pytest.raises(CannotWrite):
+        await in_time(answer())
+    assert issubclass(CannotWrite, LOST)
+
+
+async def test_another_refusal_is_an_error_of_ours() -> None:
+    async def answer() -> None:
+        raise ResponseError("WRONGTYPE")
+
+    with pytest.raises(ResponseError, match="WRONGTYPE"):
+        await in_time(answer())
+
+
+async def test_what_is_owed_is_paid_in_order_and_again_after_a_loss() -> None:
+    owed, paid, failing = Owed(), [], [True]
+
+    def call(name: str, fails: bool = False) -> None:
+        async def pay() -> None:
+            if fails and failing:
+                failing.pop()
+                raise ConnectionError("lost")
+            paid.append(name)
+
+        owed.add(name, pay)
+
+    call("a")
+    call("b", fails=True)
+    call("c")
+    with pytest.raises(ConnectionError):
+        await owed.settle()
+    assert (paid, len(owed)) == (["a"], 2)
+    await asyncio.wait_for(owed.wait(), 1)
+    await owed.settle()
+    assert (paid, len(owed)) == (["a", "b", "c"], 0)
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(owed.wait(), 0.01)
+
+
+async def test_what_is_owed_anew_while_it_is_being_paid_is_paid_again() -> None:
+    owed, paid = Owed(), []
+
+    async def second() -> None:
+        paid.append("second")
+
+    async def first() -> None:
+        owed.add("a", second)
+        paid.append("first")
+
+    owed.add("a", first)
+    await owed.settle()
+    assert paid == ["first", "second"]
