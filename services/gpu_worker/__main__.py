@@ -15,6 +15,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from typing import NoReturn
 
 from tqdm import tqdm
 
@@ -114,11 +115,11 @@ def _scripted(own: WorkerSettings, scripted: ScriptedSettings) -> Loaded:
 
 
 def _torch(common: CommonSettings, own: WorkerSettings) -> Loaded:
+    source = model_source.resolve(common.model, common.cache_dir)
     # imported here: a scripted worker needs no torch, and importing it takes seconds
     from services.gpu_worker.engine import TorchEngine
     from services.gpu_worker.sampler import validate
 
-    source = model_source.resolve(common.model, common.cache_dir)
     with tqdm(desc=f"Loading {source.name}", unit_scale=True, disable=None) as bar:
 
         def show(num_done: int, num_total: int) -> None:
@@ -142,5 +143,14 @@ def _flush_interval_s(own: WorkerSettings) -> float:
     return SHARED_CORES_FLUSH_INTERVAL_S if computes_on_all else FLUSH_INTERVAL_S
 
 
+def _exit(status: int) -> NoReturn:
+    """Ends the process, also while a thread is in native code, which the interpreter's own end would abort."""
+    logging.shutdown()
+    sys.stderr.flush()
+    if any(t.daemon for t in threading.enumerate()):
+        os._exit(status)
+    sys.exit(status)
+
+
 if __name__ == "__main__":
-    sys.exit(bootstrap.start("gpu_worker", serve))
+    _exit(bootstrap.start("gpu_worker", serve))

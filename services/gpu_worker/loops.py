@@ -52,12 +52,19 @@ class WorkerLoops:
                 async with asyncio.timeout(FAREWELL_S):
                     await service.life.membership.leave()
             raise
-        await asyncio.to_thread(service.engine_loop.stop)
         try:
+            await self._end_step()
             async with asyncio.timeout(FAREWELL_S):
                 await service.leave()
         except (*LOST, TimeoutError) as e:
             log.warning("left without a word, Redis is away (%s)", e)
+
+    async def _end_step(self) -> None:
+        """Waits for the engine's last step, and keeps the lease meanwhile: what it draws is to be committed."""
+        stopping = asyncio.ensure_future(asyncio.to_thread(self._service.engine_loop.stop))
+        while not stopping.done():
+            await asyncio.wait([stopping], timeout=BUSY_REFRESH_MS / 1000)
+            await self._service.heartbeat()
 
     def _on_progress(self, loop: asyncio.AbstractEventLoop) -> None:
         """In the engine's thread: wakes the flush loop if it sleeps for good, or too long for this."""

@@ -16,6 +16,7 @@ class StepCost:
     def __init__(self) -> None:
         self.decode_s = 0.0
         self.token_s = 0.0
+        self._slowest_s = 0.0  # of the last steps; older ones fade
         self._num_tokens_decayed = 0.0
         self._seconds_decayed = 0.0
 
@@ -23,6 +24,7 @@ class StepCost:
         if num_drawn:
             self._num_tokens_decayed = 0.95 * self._num_tokens_decayed + num_drawn
             self._seconds_decayed = 0.95 * self._seconds_decayed + seconds
+        self._slowest_s = max(seconds, 0.98 * self._slowest_s)
         if num_prefill_tokens == 0:
             self.decode_s = _towards(self.decode_s, seconds)
         elif num_prefill_tokens >= MIN_PREFILL_TOKENS:
@@ -44,7 +46,8 @@ class StepCost:
         """A step that takes longer than this never ends."""
         if self.decode_s <= 0 and self.token_s <= 0:
             return FIRST_HANG_S
-        return max(MIN_HANG_S, HANG_FACTOR * (self.decode_s + self.token_s * num_prefill_tokens))
+        predicted = self.decode_s + self.token_s * num_prefill_tokens
+        return max(MIN_HANG_S, HANG_FACTOR * max(predicted, self._slowest_s))
 
 
 def _towards(old: float, new: float) -> float:

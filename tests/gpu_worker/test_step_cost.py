@@ -40,3 +40,13 @@ def test_a_hang_is_far_beyond_what_a_step_should_take() -> None:
     cost = StepCost()
     cost.observe(num_decoding=0, num_prefill_tokens=100, num_drawn=0, seconds=1.0)
     assert cost.hang_s(1000) == pytest.approx(50.0) and cost.hang_s(1) == 5.0
+
+
+def test_on_a_busy_machine_a_step_may_take_as_long_as_others_did() -> None:
+    cost = StepCost()
+    for seconds in (0.1, 4.0, 0.1, 0.1):
+        cost.observe(num_decoding=1, num_prefill_tokens=0, num_drawn=1, seconds=seconds)
+    assert cost.hang_s(0) > 15.0
+    for _ in range(500):
+        cost.observe(num_decoding=1, num_prefill_tokens=0, num_drawn=1, seconds=0.1)
+    assert cost.hang_s(0) == 5.0

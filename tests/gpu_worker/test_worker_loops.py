@@ -118,6 +118,34 @@ async def test_a_sigterm_hands_running_sequences_back(redis_url: str) -> None:
         assert await bench.log(sid) == vocab.answer(PROMPT, record.num_tokens)
 
 
+async def test_the_lease_is_kept_while_the_last_step_ends(redis_url: str) -> None:
+    """A step may take longer than a lease lasts; what it draws is committed all the same."""
+    go_on = threading.Event()
+    steps: list[float] = []
+
+    def sleep(seconds: float) -> None:
+        steps.append(seconds)
+        if len(steps) == 3:
+            go_on.wait(10)
+
+    async with worker_running(redis_url, step_s=0.001, sleep=sleep) as running:
+        bench = running.bench
+        sid = await bench.place(PROMPT, block_ids=range(16), max_tokens=50)
+        await wait_until(lambda: len(steps) == 3)
+        running.stop.set()
+        lease = bench.key("lease", "worker", bench.worker.incarnation)
+        await bench.redis.pexpire(lease, 300)
+        await wait_until(lambda: _lasts(bench, lease, 500))
+        go_on.set()
+        await running.task
+        assert await bench.log(sid) == vocab.answer(PROMPT, 3)
+        assert (await bench.record(sid)).state == "queued"
+
+
+async def _lasts(bench: WorkerBench, lease: str, ms: int) -> bool:
+    return int(await bench.redis.pttl(lease)) > ms
+
+
 async def _has_some(bench: WorkerBench, sid: str) -> bool:
     return (await bench.record(sid)).num_tokens > 0
 

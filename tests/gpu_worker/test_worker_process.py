@@ -8,6 +8,9 @@ import signal
 import sys
 from collections.abc import AsyncIterator
 
+import pytest
+
+from services.gpu_worker.__main__ import EXIT_HUNG
 from services.gpu_worker.scripted_engine import CRASH_STATUS, ScriptedEngine, validate
 from services.gpu_worker.service import WorkerService
 from shared import scripted_vocab as vocab
@@ -114,6 +117,17 @@ async def _is_lapsed(bench: WorkerBench) -> bool:
 async def _num_workers(bench: WorkerBench, alive: bool) -> int:
     members = (await bench.records.members()).values()
     return sum(leased == alive for m, leased in members if m.kind == "worker")
+
+
+@pytest.mark.slow
+async def test_a_worker_whose_engine_hangs_gives_its_process_up(redis_url: str) -> None:
+    async with worker_process(redis_url) as worker:
+        first = await worker.bench.place(PROMPT, max_tokens=2)
+        await wait_until(lambda: worker.is_done(first))
+        sid = await worker.bench.place([vocab.HANG, 0], rid="q", block_ids=(8, 9))
+        assert await worker.status() == EXIT_HUNG
+        assert not (await worker.bench.records.members())["w-process"][1]
+        assert (await worker.bench.record(sid)).state == "placed"
 
 
 async def test_a_setting_that_cannot_be_used_is_named_and_restarting_does_not_help(redis_url: str) -> None:
