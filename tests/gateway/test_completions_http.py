@@ -11,6 +11,7 @@ import aiohttp
 import openai
 import pytest
 
+from services.gateway import generation
 from shared.records import RequestRecord
 from tests.gateway.conftest import MODEL, Served
 from tests.helpers import wait_until
@@ -188,6 +189,38 @@ async def test_what_fails_later_is_one_error_event_and_no_done(served: Served) -
     assert "[DONE]" not in [data for _, data in events]
     assert json.loads(events[-1][1])["error"]["code"] == "poison_request"
     assert json.loads(events[0][1])["choices"][0]["text"] == "a"
+
+
+async def test_a_silent_stream_shows_that_it_lives(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(generation, "TICK_S", 0.05)
+    body = {"prompt": "x", "stream": True, "max_tokens": 3}
+    async with served.session.post(served.url + "/v1/completions", json=body) as response:
+        assert await response.content.readline() == b": keep-alive\n"
+        [sid] = await served.worker.queued()
+        await served.worker.place(sid)
+        await served.worker.commit(sid, list(b"abc"), "length")
+        assert "[DONE]" in await response.text()
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+async def test_a_response_that_moved_elsewhere_ends_without_an_ending(served: Served, streamed: bool) -> None:
+    async def move() -> None:
+        [sid] = await wait_until(served.worker.queued)
+        await served.worker.place(sid)
+        await served.worker.commit(sid, [97])
+        if streamed:
+            await began.wait()
+        await served.worker.scripts.attach(sid.rpartition(".")[0], "g-elsewhere")
+
+    began = asyncio.Event()
+    moving = asyncio.ensure_future(move())
+    body = {"prompt": "x", "stream": streamed, "max_tokens": 3}
+    with pytest.raises(aiohttp.ClientError):
+        async with served.session.post(served.url + "/v1/completions", json=body) as response:
+            began.set()
+            await response.read()
+    await moving
+    assert served.service.inflight.requests == []
 
 
 @pytest.fixture
