@@ -29,6 +29,7 @@ from shared.settings import (
 )
 
 USAGE_ERROR = 2
+INTERRUPTED = 130  # as a shell counts a program that Ctrl-C has ended
 
 
 @dataclass(frozen=True)
@@ -95,6 +96,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except SettingsError as e:
         sys.stderr.write(f"headrace {name}: {e}\n")
         return EXIT_CONFIG
+    except KeyboardInterrupt:  # before anything runs that would have to be stopped in order: in a download, most likely
+        return INTERRUPTED
     return 0
 
 

@@ -128,6 +128,17 @@ def test_the_model_argument_is_the_model(monkeypatch: pytest.MonkeyPatch) -> Non
     assert seen[0]["HEADRACE_WORKERS"] == "2"
 
 
+def test_ctrl_c_in_a_download_is_no_traceback(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(environ: Mapping[str, str]) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("services.serve.serve", interrupted)
+    assert main(["serve"]) == 130
+    assert capsys.readouterr().err == ""
+
+
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["version"]) == main(["--version"]) == 0
     assert capsys.readouterr().out.startswith("headrace 0.")
