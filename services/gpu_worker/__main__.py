@@ -116,9 +116,8 @@ def _scripted(own: WorkerSettings, scripted: ScriptedSettings) -> Loaded:
 
 def _torch(common: CommonSettings, own: WorkerSettings) -> Loaded:
     source = model_source.resolve(common.model, common.cache_dir)
-    # imported here: a scripted worker needs no torch, and importing it takes seconds
-    from services.gpu_worker.engine import TorchEngine
-    from services.gpu_worker.sampler import validate
+    from services.gpu_worker.engine import TorchEngine  # a scripted worker needs no torch, which takes seconds
+    from services.gpu_worker.sampler import validate  # needs torch too
 
     with tqdm(desc=f"Loading {source.name}", unit_scale=True, disable=None) as bar:
 

@@ -232,9 +232,7 @@ class RunningSet:
     def prepare(self, max_prefill_tokens: int) -> list[Chunk]:
         """The next step; takes spare blocks for sequences that need one. Empty: nobody can go on."""
         ready = [seq for seq in self.sequences.values() if self._has_slot(seq)]
-        starved = (
-            frozenset(self.sequences) - {s.sid for s in ready} if len(ready) < len(self.sequences) else frozenset()
-        )
+        starved = frozenset(self.sequences).difference(seq.sid for seq in ready)
         if starved != self.starved:
             self.starved = starved
             self.outbox.touch()

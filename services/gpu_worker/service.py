@@ -16,7 +16,6 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
 from services.gpu_worker.admission import Validate
@@ -24,6 +23,7 @@ from services.gpu_worker.batch import Engine
 from services.gpu_worker.commits import Commit, Place
 from services.gpu_worker.composer import Budget
 from services.gpu_worker.engine_thread import EngineLoop
+from services.gpu_worker.life import Life, new_life
 from services.gpu_worker.metrics_defs import WorkerMetrics
 from services.gpu_worker.outbox import Carried
 from services.gpu_worker.pacing import REPORT_S
@@ -32,8 +32,7 @@ from services.gpu_worker.reports import report, running_state
 from services.gpu_worker.running_set import RunningSet
 from services.gpu_worker.seals import inventory_pages
 from shared import metrics
-from shared.bus import Entry, StreamReader
-from shared.leases import BUSY_LEASE_MS, IDLE_LEASE_MS, Lapsed, Membership, StreamLost, new_incarnation
+from shared.leases import BUSY_LEASE_MS, IDLE_LEASE_MS, Lapsed, StreamLost, new_incarnation
 from shared.protocol import Inventory, Member, Report, RunningState, TakeOver, encode
 from shared.records import Records
 from shared.scripts import Scripts
@@ -46,24 +45,6 @@ HUNG_LOOKS = 3
 
 class EngineHung(Exception):
     """A step does not end: only a new process helps."""
-
-
-@dataclass(eq=False)
-class Life:
-    """One incarnation, and what is known in it alone."""
-
-    membership: Membership
-    reader: StreamReader
-    joined: bool = False
-    entries: deque[Entry] = field(default_factory=deque)  # read from the plan, not yet handed to the engine
-    answers: deque[tuple[str, RunningState | Inventory]] = field(default_factory=deque)  # to be sent, with the stream
-    inbox: str = ""  # of the scheduler that has been told the running state, and so gets the reports
-    run_term: int = 0  # its term
-    reported_at: float = float("-inf")
-
-    @property
-    def worker(self) -> str:
-        return self.membership.incarnation
 
 
 class WorkerService:
@@ -109,12 +90,7 @@ class WorkerService:
     # --- lives -------------------------------------------------------------------------------------------------------
 
     def _new_life(self, incarnation: str) -> Life:
-        member = self._member.model_copy(update={"incarnation": incarnation})
-        plan = f"plan:{incarnation}"
-        # From the start of the stream, not from where `join` says: if its reply was lost, the scheduler may have
-        # written before it is repeated. Whatever is in there is for this life, which has just drawn its name.
-        reader = StreamReader(self._blocking, self.scripts.prefix, {plan: "0-0"})
-        return Life(Membership(self._beat, member, [plan]), reader)
+        return new_life(self._member, incarnation, self._beat, self._blocking)
 
     async def start(self) -> None:
         """Joins, unless it has; first hands back what lives that have ended left behind."""

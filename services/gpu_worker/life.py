@@ -1,0 +1,39 @@
+"""One incarnation of a worker, and what is known in it alone. Who holds on to a life that is over changes nothing."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any
+
+from shared.bus import Entry, StreamReader
+from shared.leases import Membership
+from shared.protocol import Inventory, Member, RunningState
+from shared.scripts import Scripts
+
+
+@dataclass(eq=False)
+class Life:
+    membership: Membership
+    reader: StreamReader
+    joined: bool = False
+    entries: deque[Entry] = field(default_factory=deque)  # read from the plan, not yet handed to the engine
+    answers: deque[tuple[str, RunningState | Inventory]] = field(default_factory=deque)  # to be sent, with the stream
+    inbox: str = ""  # of the scheduler that has been told the running state, and so gets the reports
+    run_term: int = 0  # its term
+    reported_at: float = float("-inf")
+
+    @property
+    def worker(self) -> str:
+        return self.membership.incarnation
+
+
+def new_life(member: Member, incarnation: str, beat: Scripts, blocking: Any) -> Life:
+    """Not joined yet. member: as what the worker announces itself, under its new name.
+
+    The plan is read from the start of its stream, not from where `join` says: if that reply was lost, a scheduler may
+    have written before the join is repeated. Whatever is in there is for this life, which has just drawn its name.
+    """
+    plan = f"plan:{incarnation}"
+    named = member.model_copy(update={"incarnation": incarnation})
+    return Life(Membership(beat, named, [plan]), StreamReader(blocking, beat.prefix, {plan: "0-0"}))
