@@ -28,6 +28,8 @@ TOP_NAMES = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "l
 
 def gguf_name(name: str) -> str:
     stem, _, kind = name.rpartition(".")
+    if stem not in TOP_NAMES and not stem.startswith("model.layers."):
+        return name
     if stem in TOP_NAMES:
         return f"{TOP_NAMES[stem]}.{kind}"
     _, _, layer, part = stem.split(".", 3)
@@ -68,7 +70,7 @@ def write_gguf(
                 tensor = halves_to_pairs(tensor, heads)
             elif arch == "llama" and ".k_proj." in name:
                 tensor = halves_to_pairs(tensor, kv_heads)
-            _add(writer, gguf_name(name) if "." in name else name, tensor.contiguous(), type_name)
+            _add(writer, gguf_name(name), tensor.contiguous(), type_name)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
