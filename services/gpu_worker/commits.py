@@ -21,6 +21,7 @@ MAX_COMMIT_BYTES = 256 * 1024
 MAX_ENTRIES = 1024  # the script unpacks up to 4 values of each on Lua's stack, which holds 8000
 MAX_CHUNK_TOKENS = 1024
 MAX_CHUNK_TOKENS_WITH_LOGPROBS = 128  # each may bring 20 alternatives
+ENDINGS = ("stop", "length")  # that a chunk can carry; what an error is stands in its outcome alone
 ENTRY_BYTES = 64  # ids, counts and their framing
 
 Place = tuple[str, int]  # (sid, epoch)
@@ -162,9 +163,10 @@ def _entry(account: Account) -> CommitEntry:
     count = min(account.num_pending, most)
     ends = account.outcome is not None and first + count == seq.num_output_tokens
     outcome = account.outcome if ends else None
+    finish = outcome.reason if outcome and outcome.reason in ENDINGS else ""
     return CommitEntry(
         seq.sid, seq.epoch, first, count,
-        chunk=encode(_chunk(account, first, count, outcome.reason if outcome else "")) if count else b"",
+        chunk=encode(_chunk(account, first, count, finish)) if count else b"",
         outcome=encode(outcome) if outcome else b"",
     )  # fmt: skip
 

@@ -131,6 +131,15 @@ def test_the_last_chunk_carries_the_outcome_and_closes_the_account() -> None:
     assert ledger.apply(commit, [(CommitCode.APPENDED, 2)]) == [] and len(ledger) == 0
 
 
+def test_an_error_is_no_ending_that_a_chunk_could_carry() -> None:
+    ledger, seq = opened()
+    draw(ledger, seq, 1)
+    ledger.close(seq, Outcome(reason="error", num_tokens=1, code="engine_error"))
+    entry = ledger.build().entries[0]
+    assert chunk_of(entry).finish == ""
+    assert decode_as(Outcome, entry.outcome).code == "engine_error"
+
+
 def test_a_finished_sequence_whose_last_reply_was_lost_is_done() -> None:
     ledger, seq = opened()
     draw(ledger, seq, 1)
