@@ -128,7 +128,6 @@ class GatewaySettings(Section):
     max_queued_tokens: int = _setting(1 << 20, "waiting prompt tokens beyond which requests get 429", ge=1)
     max_num_choices: int = _setting(16, "largest n of a request", ge=1, le=128)
     request_timeout_s: float = _setting(600.0, "seconds from admission after which a request is ended", ge=1, le=86400)
-    resume_time_s: float = _setting(10.0, "seconds that a broken stream waits for its client", ge=0, le=3600)
     drain_timeout_s: float = _setting(5.0, "seconds that open streams get to finish at shut-down", ge=0, le=3600)
 
     @model_validator(mode="after")
@@ -161,7 +160,7 @@ class WorkerSettings(Section):
     max_model_len: int = _setting(0, "context length; the model's own when 0", ge=0, le=1 << 24)
     block_size: int = _setting(16, "tokens in a KV block", ge=1, le=256)
     kv_cache_bytes: ByteSize = _setting(ByteSize(0), "size of the KV pool on CPU; from free memory when 0", ge=0)
-    gpu_memory_utilization: float = _setting(0.9, "share of a GPU's memory to use", gt=0, le=1)
+    gpu_memory_utilization: Annotated[float, _only(0.9)] = _setting(0.9, "share of a GPU's memory to use", gt=0, le=1)
     enable_prefix_caching: bool = _setting(True, PREFIX_CACHING_HELP)
     threads: int = _setting(0, "compute threads; one a core, shared between workers, when 0", ge=0, le=1024)
     max_step_ms: float = _setting(100.0, "bound of a step's prefill share while others decode", gt=0, le=60000)

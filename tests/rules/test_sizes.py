@@ -16,7 +16,6 @@ MAX_KERNEL_LINES = 120
 # path → why it is better long than cut; past MAX_FILE_LINES too, where it is marked so
 LONG_FILES = {
     "services/gpu_worker/running_set.py": "the worker's state and every change of it, which are read together",
-    "services/scheduler/core.py": "the scheduler's decisions over one state, which are read together",
     "shared/protocol.py": "beyond 500: every message in one file, each a short declaration",
 }
 

@@ -31,13 +31,13 @@ def test_what_is_not_given_is_not_set() -> None:
 
 def test_given_options_load_as_the_values_they_are() -> None:
     args = ["--max-num-seqs", "3", "--no-enable-prefix-caching", "--kv-cache-bytes", "1GiB", "--api-key", "a"]
-    args += ["--api-key", "b", "--redis-maxmemory", "64MB", "--no-auth", "--gpu-memory-utilization", ".5"]
+    args += ["--api-key", "b", "--redis-maxmemory", "64MB", "--no-auth", "--max-step-ms", ".5"]
     entries = given(parser().parse_args(args), SERVE_SECTIONS)
     worker, gateway, serve = (load(section, entries) for section in (WorkerSettings, GatewaySettings, ServeSettings))
     assert isinstance(worker, WorkerSettings) and isinstance(gateway, GatewaySettings)
     assert isinstance(serve, ServeSettings)
     assert (worker.max_num_seqs, worker.enable_prefix_caching, worker.kv_cache_bytes) == (3, False, 1 << 30)
-    assert worker.gpu_memory_utilization == 0.5 and serve.redis_maxmemory == 64_000_000
+    assert worker.max_step_ms == 0.5 and serve.redis_maxmemory == 64_000_000
     assert gateway.api_keys == ("a", "b") and gateway.no_auth
 
 
