@@ -192,8 +192,8 @@ class QueueEntry(Message):
 class TokenChunk(Message):
     """Tokens committed together. `first` is the position of the first among the output tokens.
 
-    logprobs: one (logprob, ((token id, logprob), ...)) a token, or None. `finish` (stop or length) ends the sequence after this
-    chunk; of an error the outcome alone tells, since a client must not take it for an ending.
+    logprobs: one (logprob, ((token id, logprob), ...)) a token, or None. `finish` (stop or length) ends the sequence
+    after this chunk; of an error the outcome alone tells, since a client must not take it for an ending.
     cached_tokens is set in the chunk with the first token: prompt tokens whose KV came from the prefix cache.
     """
 
