@@ -10,7 +10,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
 
 from redis.asyncio import Redis
 
@@ -29,6 +30,8 @@ log = logging.getLogger(__name__)
 ADMIT_TIMEOUT_S = 6.0  # of all tries; longer than Redis takes to restart
 RETRY_TAKE_S = 0.25
 CANCELLED = Outcome(reason="cancelled")
+
+T = TypeVar("T")
 
 
 class Inflight:
@@ -52,7 +55,7 @@ class Inflight:
         self._reader: StreamReader | None = None
         self._table = RequestTable()
         self._owed = Owed()
-        self._admissions: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[Any]] = set()
 
     def _new_membership(self, incarnation: str = "") -> Membership:
         member = Member(kind="gateway", incarnation=incarnation or new_incarnation("gateway"))
@@ -80,11 +83,8 @@ class Inflight:
         admission is awaited by a task of its own, since only its answer tells what there is to cancel.
         """
         request = OpenRequest(spec.rid, spec.num_choices, self.incarnation, wake)
-        task = asyncio.ensure_future(self._admit(request, spec, prompt, owner))
-        self._admissions.add(task)
-        task.add_done_callback(self._admission_ended)
         try:
-            await asyncio.shield(task)
+            await self._detached(self._admit(request, spec, prompt, owner))
         except asyncio.CancelledError:
             request.abandoned = True
             if request.admitted:
@@ -92,8 +92,16 @@ class Inflight:
             raise
         return request
 
-    def _admission_ended(self, task: asyncio.Task[None]) -> None:
-        self._admissions.discard(task)
+    def _detached(self, call: Coroutine[Any, Any, T]) -> asyncio.Future[T]:
+        """The call in a task of its own: it goes on when the caller is cancelled, who notices that at once. (Within a
+        call, redis-py can lose a cancel on Python 3.11, where it waits for its socket with `asyncio.wait_for`.)"""
+        task = asyncio.ensure_future(call)
+        self._tasks.add(task)
+        task.add_done_callback(self._task_ended)
+        return asyncio.shield(task)
+
+    def _task_ended(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.discard(task)
         if not task.cancelled():
             task.exception()  # its caller may be gone
 
@@ -179,7 +187,7 @@ class Inflight:
         if not request.behind:
             return request.take()
         try:
-            return await in_time(request.read_log(self._records))
+            return await self._detached(in_time(request.read_log(self._records)))
         except LOST:
             asyncio.get_running_loop().call_later(RETRY_TAKE_S, request.wake.set)
             return []

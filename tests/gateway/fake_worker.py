@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
 from collections.abc import Callable, Sequence
 
 from redis.asyncio import Redis
 
 from shared.bus import connect
-from shared.protocol import Member, Outcome, TokenChunk, encode
+from shared.protocol import Member, Outcome, RequestSpec, SamplingParams, TextParams, TokenChunk, encode
 from shared.records import Records, RequestRecord
 from shared.scripts import CommitCode, CommitEntry, Scripts
 
 LEASE_MS = 60_000
+PROMPT = [1, 2, 3]
+
+
+def spec(num_choices: int = 1, num_prompt_tokens: int = len(PROMPT)) -> RequestSpec:
+    return RequestSpec(
+        rid=secrets.token_hex(16), num_choices=num_choices, num_prompt_tokens=num_prompt_tokens, salt=bytes(32),
+        sampling=SamplingParams(max_tokens=8, seed=1), text=TextParams(api="completions"),
+    )  # fmt: skip
 
 
 class FakeWorker:

@@ -11,7 +11,7 @@ from services.gateway.auth import OPEN_ID, PUBLIC_ROUTES, ApiKeys, key_id
 from shared.block_keys import request_salt
 from shared.settings import GatewaySettings, SettingsError, load
 from tests.gateway.conftest import Served
-from tests.gateway.test_disconnects import RawClient
+from tests.gateway.raw_client import RawClient
 from tests.helpers import wait_until
 
 Serve = Callable[..., Awaitable[Served]]

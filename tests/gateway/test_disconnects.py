@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import json
-import socket
 from collections.abc import Awaitable, Callable
-from typing import Any
 
 import pytest
 
@@ -15,33 +12,10 @@ from services.gateway.open_request import MAX_QUEUED_BYTES
 from shared.scripted_vocab import SCRIPT
 from shared.scripts import CommitCode
 from tests.gateway.conftest import Served
+from tests.gateway.raw_client import RawClient
 from tests.helpers import wait_until
 
 WITHIN_S = 2.0
-
-
-class RawClient:
-    """One connection, held in the hand."""
-
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self.reader = reader
-        self.writer = writer
-
-    @classmethod
-    async def connect(cls, served: Served) -> RawClient:
-        sock = socket.socket()
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 14)
-        sock.setblocking(False)
-        await asyncio.get_running_loop().sock_connect(sock, ("127.0.0.1", served.service.port))
-        return cls(*await asyncio.open_connection(sock=sock, limit=1 << 14))
-
-    def post(self, path: str, body: dict[str, Any], headers: str = "") -> None:
-        data = json.dumps(body).encode()
-        head = f"POST {path} HTTP/1.1\r\nHost: x\r\n{headers}Content-Length: {len(data)}\r\n\r\n"
-        self.writer.write(head.encode() + data)
-
-    def close(self) -> None:
-        self.writer.close()
 
 
 async def is_cancelled(served: Served, sid: str) -> bool:

@@ -13,8 +13,8 @@ import pytest
 from services.gateway import body, http_server
 from shared.protocol import pack_ids
 from tests.gateway.conftest import MODEL, Served
-from tests.gateway.test_disconnects import RawClient
-from tests.gateway.test_inflight import PROMPT, spec
+from tests.gateway.fake_worker import PROMPT, spec
+from tests.gateway.raw_client import RawClient
 from tests.helpers import wait_until
 
 Serve = Callable[..., Awaitable[Served]]

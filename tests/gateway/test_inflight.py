@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import secrets
 
 import pytest
 from redis.exceptions import ConnectionError
@@ -12,20 +11,11 @@ from services.gateway.admission import TryLater
 from services.gateway.inflight import Inflight
 from services.gateway.open_request import MAX_QUEUED_BYTES, Event, Moved, OpenRequest, RequestLost
 from shared.bus import StreamReader
-from shared.protocol import Outcome, RequestSpec, SamplingParams, TextParams, TokenChunk, pack_ids
+from shared.protocol import Outcome, TokenChunk, pack_ids
 from shared.scripts import CommitCode
 from tests.gateway.conftest import Gateway, GatewayMaker
-from tests.gateway.fake_worker import FakeWorker
+from tests.gateway.fake_worker import PROMPT, FakeWorker, spec
 from tests.helpers import wait_until
-
-PROMPT = [1, 2, 3]
-
-
-def spec(num_choices: int = 1, num_prompt_tokens: int = len(PROMPT)) -> RequestSpec:
-    return RequestSpec(
-        rid=secrets.token_hex(16), num_choices=num_choices, num_prompt_tokens=num_prompt_tokens, salt=bytes(32),
-        sampling=SamplingParams(max_tokens=8, seed=1), text=TextParams(api="completions"),
-    )  # fmt: skip
 
 
 async def submitted(gateway: Gateway, num_choices: int = 1, wake: asyncio.Event | None = None) -> OpenRequest:
