@@ -1,0 +1,77 @@
+"""Redis is killed in mid-stream and comes back with its append-only file: what was accepted ends as it would have."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.clients import Answer, Client
+from tests.e2e.load import USAGE, mixed, plain, words
+from tests.e2e.own_redis import OwnRedis
+from tests.e2e.stack import Stack
+from tests.helpers import wait_until
+
+log = logging.getLogger(__name__)
+
+NewStack = Callable[..., Stack]
+Connect = Callable[[str], Client]
+SLOW = {"scripted_step_ms": 20, "scripted_token_ms": 1}
+
+
+@pytest.mark.parametrize("away_s", [0.0, 2.0])
+async def test_everybody_waits_and_goes_on(
+    away_s: float, new_stack: NewStack, connect: Connect, undisturbed: list[Answer], tmp_path: Path
+) -> None:
+    with OwnRedis(tmp_path / "redis") as server:
+        async with new_stack(redis_url=server.url, workers=2, gateways=2, env=SLOW) as stack:
+            answering = connect(stack.url_of(0)).begin_all(mixed("load"))
+            long = connect(stack.url_of(1)).begin_all([plain(f"long {i}", 200, **USAGE) for i in range(4)])
+            await wait_until(lambda: sum(s.num_tokens > 3 for s in stack.state.running()) > 15)
+            server.kill()
+            late = connect(stack.url_of(1)).begin(plain("sent while it is away"))
+            await asyncio.sleep(away_s)
+            server.start()
+            answers = await answering
+            for answer, same in zip(answers, undisturbed, strict=True):
+                answer.check()
+                assert answer.essence() == same.essence()
+            for i, answer in enumerate(await long):
+                answer.check()
+                assert answer.text == words(f"long {i}", 200)
+            pause = max(a.longest_pause_s() for a in [*answers, *await long] if a.body.get("stream"))
+            log.warning("Redis was away for %.1f s: longest pause of a client %.2f s", away_s, pause)
+            answer = await late
+            answer.check()
+            assert answer.text == words("sent while it is away", 48)
+            check_logs_agree(stack)
+
+
+def check_logs_agree(stack: Stack) -> None:
+    """The durable logs have no gap and no more than was counted."""
+    for sequence in stack.state.sequences():
+        assert len(stack.state.log(sequence.sid)) == sequence.num_tokens
+
+
+async def test_a_redis_that_comes_back_empty_ends_what_it_has_forgotten(
+    new_stack: NewStack, connect: Connect, tmp_path: Path
+) -> None:
+    """Nothing can be done for what was accepted, but clients are told, and the stack goes on by itself."""
+    with OwnRedis(tmp_path / "redis") as server:
+        async with new_stack(redis_url=server.url, env=SLOW) as stack:
+            client = connect(stack.url)
+            lost = client.begin_all([plain(f"lost {i}", 500) for i in range(3)])
+            await wait_until(lambda: sum(s.num_tokens > 3 for s in stack.state.running()) == 3)
+            server.kill()
+            for path in (tmp_path / "redis").glob("appendonlydir/*"):
+                path.unlink()
+            server.start()
+            for answer in await lost:
+                assert answer.error is not None and answer.error["code"] == "request_lost", answer
+            await wait_until(lambda: len(stack.state.members()) == 4 and stack.state.all_leased(), 20)
+            answer = await client.ask(plain("afterwards", 20))
+            answer.check()
+            assert answer.text == words("afterwards", 20)
