@@ -44,22 +44,23 @@ class StoreService:
         self._said_gone: set[str] = set()
         self._trusted_from = float("-inf")
         self._scan_now = asyncio.Event()
+        self._scanning = asyncio.Lock()
 
     @property
     def incarnation(self) -> str:
         return self.membership.incarnation
 
     async def start(self) -> None:
-        """Begins a new life with no pools."""
+        """Begins a new life with no pools; the old one stays what it is until its successor has joined."""
         incarnation = self._next_incarnation or new_incarnation("store")
-        self._next_incarnation = ""
-        self.core = StoreCore(incarnation)
-        self._terms: dict[str, int] = {}
-        member = Member(kind="store", incarnation=incarnation)
-        self.membership = Membership(self._beat, member, [f"cache:{incarnation}"])
-        last = await self.membership.join()
         newest = await self.redis.xrevrange(self.scripts.key("events"), count=1)
         events = newest[0][0].decode() if newest else "0-0"
+        membership = Membership(self._beat, Member(kind="store", incarnation=incarnation), [f"cache:{incarnation}"])
+        last = await membership.join()
+        self._next_incarnation = ""
+        self.membership = membership
+        self.core = StoreCore(incarnation)
+        self._terms: dict[str, int] = {}
         self.reader = StreamReader(self._blocking, self.scripts.prefix, last | {"events": events})
         self._handled = dict(last)
         await self.scan()
@@ -94,7 +95,13 @@ class StoreService:
             self._scan_now.set()
 
     async def scan(self) -> None:
-        """Takes, keeps and hands over pool leases; asks workers of new pools what they hold."""
+        """Takes, keeps and hands over pool leases; asks workers of new pools what they hold.
+
+        One at a time: what one look has taken, another that began earlier would give up."""
+        async with self._scanning:
+            await self._scan(self.membership)
+
+    async def _scan(self, life: Membership) -> None:
         members = await self.records.members()
         alive = {i: m for i, (m, leased) in members.items() if leased}
         workers = {i: m for i, m in alive.items() if m.kind == "worker"}
@@ -105,6 +112,8 @@ class StoreService:
             num_replicas=sum(m.kind == "store" for m in alive.values()),
             is_dead=is_member_dead(alive, self._said_gone, trusted),
         )  # fmt: skip
+        if life is not self.membership:
+            return  # the leases were taken under the name of a life that is over
         for worker in changes.lost:
             self._terms.pop(worker, None)
             self.core.close_pool(worker)
