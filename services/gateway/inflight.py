@@ -29,6 +29,7 @@ log = logging.getLogger(__name__)
 
 ADMIT_TIMEOUT_S = 6.0  # of all tries; longer than Redis takes to restart
 RETRY_TAKE_S = 0.25
+BORN = b"born"  # written by a `join`, also by one that comes late
 CANCELLED = Outcome(reason="cancelled")
 
 T = TypeVar("T")
@@ -166,6 +167,8 @@ class Inflight:
         return arrivals
 
     def _dispatch(self, field: bytes, data: bytes) -> None:
+        if field == BORN:
+            return
         mark = field[:1]
         sid = field[1:] if mark in (b"!", b">") else field
         route = self._table.route(sid)

@@ -11,7 +11,7 @@ from services.gateway.admission import TryLater
 from services.gateway.inflight import Inflight
 from services.gateway.open_request import MAX_QUEUED_BYTES, Event, Moved, OpenRequest, RequestLost
 from shared.bus import StreamReader
-from shared.protocol import Outcome, TokenChunk, pack_ids
+from shared.protocol import Member, Outcome, TokenChunk, pack_ids
 from shared.scripts import CommitCode
 from tests.gateway.conftest import Gateway, GatewayMaker
 from tests.gateway.fake_worker import PROMPT, FakeWorker, spec
@@ -379,6 +379,13 @@ async def test_tokens_that_nobody_waits_for_are_cancelled(gateway: Gateway, work
     assert (await state_of(gateway, f"{orphan.rid}.0"))[0] == "done"
 
 
+async def test_a_join_that_comes_late_is_no_token(gateway: Gateway) -> None:
+    out = f"out:{gateway.inflight.incarnation}"
+    await gateway.scripts.join(Member(kind="gateway", incarnation=gateway.inflight.incarnation), 6000, [out])
+    assert await gateway.inflight.read(0) == 1
+    await gateway.inflight.settle()
+
+
 async def test_late_tokens_of_an_ended_request_cost_no_call(gateway: Gateway, worker: FakeWorker) -> None:
     request = await submitted(gateway)
     [sid] = request.open_sids
@@ -475,3 +482,12 @@ async def test_the_stream_is_trimmed_up_to_what_was_handled(gateway: Gateway, wo
     await gateway.inflight.read(0)
     await gateway.inflight.refresh()
     assert await gateway.redis.xlen(key) == 1  # the last one handled stays, so that its id shows which stream it is
+
+
+async def test_a_join_that_comes_late_is_no_token(gateway: Gateway, worker: FakeWorker) -> None:
+    """The connection broke under it, so it was repeated; then the first one arrives all the same."""
+    request = await submitted(gateway)
+    await worker.place(request.open_sids[0])
+    await gateway.scripts.join(gateway.inflight._membership.member, 1000, [f"out:{gateway.inflight.incarnation}"])
+    await worker.commit(request.open_sids[0], [7])
+    assert ids_of(await read_and_take(gateway.inflight, request)) == [7]
