@@ -11,7 +11,7 @@ from services.gateway.admission import TryLater
 from services.gateway.inflight import Inflight
 from services.gateway.open_request import MAX_QUEUED_BYTES, Event, Moved, OpenRequest, RequestLost
 from shared.bus import StreamReader
-from shared.protocol import Member, Outcome, TokenChunk, pack_ids
+from shared.protocol import Outcome, TokenChunk, pack_ids
 from shared.scripts import CommitCode
 from tests.gateway.conftest import Gateway, GatewayMaker
 from tests.gateway.fake_worker import PROMPT, FakeWorker, spec
@@ -377,13 +377,6 @@ async def test_tokens_that_nobody_waits_for_are_cancelled(gateway: Gateway, work
     await gateway.inflight.read(0)
     await gateway.inflight.settle()
     assert (await state_of(gateway, f"{orphan.rid}.0"))[0] == "done"
-
-
-async def test_a_join_that_comes_late_is_no_token(gateway: Gateway) -> None:
-    out = f"out:{gateway.inflight.incarnation}"
-    await gateway.scripts.join(Member(kind="gateway", incarnation=gateway.inflight.incarnation), 6000, [out])
-    assert await gateway.inflight.read(0) == 1
-    await gateway.inflight.settle()
 
 
 async def test_late_tokens_of_an_ended_request_cost_no_call(gateway: Gateway, worker: FakeWorker) -> None:
