@@ -20,6 +20,7 @@ log = logging.getLogger(__name__)
 
 EXIT_CONFIG = 78  # EX_CONFIG: restarting will not help
 EXIT_LAPSED = 75  # EX_TEMPFAIL: start again as a new incarnation
+CANCEL_AGAIN_S = 0.1
 
 
 class Stop:
@@ -81,9 +82,18 @@ async def run_until_stopped(loops: list[Coroutine[Any, Any, None]], stop: Stop) 
             if not stop.is_set():
                 raise RuntimeError(f"a service loop ended by itself: {task}")
     finally:
-        for task in [*tasks, stopper]:
+        await _cancel([*tasks, stopper])
+
+
+async def _cancel(tasks: list[asyncio.Future[None]]) -> None:
+    """Until they have ended: on Python 3.11 `asyncio.wait_for`, which redis-py sends through, can swallow a cancel
+    that comes just as the command has been sent; the task then goes on into a blocking read."""
+    pending: set[asyncio.Future[None]] = set(tasks)
+    while pending:
+        for task in pending:
             task.cancel()
-        await asyncio.gather(*tasks, stopper, return_exceptions=True)
+        _, pending = await asyncio.wait(pending, timeout=CANCEL_AGAIN_S)
+    await asyncio.gather(*tasks, return_exceptions=True)  # the first exception has been raised already
 
 
 def main(service: Callable[[Stop], Coroutine[Any, Any, int]]) -> int:
