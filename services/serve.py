@@ -40,7 +40,6 @@ from shared.records import Records
 from shared.scripts import Scripts
 from shared.settings import (
     SCRIPTED_MODEL,
-    CacheStoreSettings,
     CommonSettings,
     GatewaySettings,
     SchedulerSettings,
@@ -81,7 +80,7 @@ class Plan:
     @classmethod
     def load(cls, environ: Mapping[str, str]) -> Plan:
         """SettingsError for any service's settings, before any of them is started."""
-        for section in (SchedulerSettings, CacheStoreSettings, ScriptedSettings):
+        for section in (SchedulerSettings, ScriptedSettings):
             load(section, environ)
         if load(WorkerSettings, environ).engine == "scripted" and not environ.get(variable("model")):
             environ = {**environ, variable("model"): SCRIPTED_MODEL}  # it speaks no other vocabulary

@@ -146,11 +146,6 @@ class SchedulerSettings(Section):
     max_strikes: int = _setting(2, "worker deaths after which a sequence runs alone; one more ends it", ge=1, le=10)
 
 
-class CacheStoreSettings(Section):
-    TITLE = "cache store"
-    enable_prefix_caching: bool = _setting(True, PREFIX_CACHING_HELP)
-
-
 class WorkerSettings(Section):
     TITLE = "worker"
     engine: Literal["torch", "scripted"] = _setting("torch", "engine; `scripted` computes nothing and is for tests")
@@ -199,11 +194,11 @@ class ClientSettings(Section):
 SERVICE_SECTIONS: dict[str, tuple[type[Section], ...]] = {
     "gateway": (CommonSettings, GatewaySettings),
     "scheduler": (CommonSettings, SchedulerSettings),
-    "cache_store": (CommonSettings, CacheStoreSettings),
+    "cache_store": (CommonSettings,),
     "gpu_worker": (CommonSettings, WorkerSettings, ScriptedSettings),
 }
 SERVE_SECTIONS: tuple[type[Section], ...] = (
-    CommonSettings, ServeSettings, GatewaySettings, SchedulerSettings, CacheStoreSettings, WorkerSettings,
+    CommonSettings, ServeSettings, GatewaySettings, SchedulerSettings, WorkerSettings,
     ScriptedSettings,
 )  # fmt: skip
 ALL_SECTIONS: tuple[type[Section], ...] = (*SERVE_SECTIONS, ClientSettings)

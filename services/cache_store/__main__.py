@@ -7,11 +7,10 @@ import sys
 from services.cache_store.service import StoreService
 from shared import bootstrap, bus
 from shared.runtime import Stop
-from shared.settings import CacheStoreSettings, CommonSettings
+from shared.settings import CommonSettings
 
 
-async def serve(stop: Stop, common: CommonSettings, own: CacheStoreSettings) -> int:
-    del own  # the scheduler says in each call whether prefixes are to be matched
+async def serve(stop: Stop, common: CommonSettings) -> int:
     clients = [bus.connect(common.redis_url) for _ in range(3)]
     try:
         await bus.wait_for_redis(clients[0], timeout_s=30)

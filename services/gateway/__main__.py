@@ -10,14 +10,14 @@ from services.gateway.service import CannotListen, GatewayService
 from services.gateway.tokenization import Tokenizer, TokenizerError
 from shared import bootstrap, bus, model_source
 from shared.runtime import EXIT_CONFIG, Stop
-from shared.settings import CommonSettings, GatewaySettings
+from shared.settings import SCRIPTED_MODEL, CommonSettings, GatewaySettings
 
 log = logging.getLogger("gateway")
 
 
 def load_tokenizer(common: CommonSettings) -> Tokenizer:
     """The served model's; ValueError with one sentence for the operator where there is none."""
-    if common.model == byte_tokenizer.MODEL:
+    if common.model == SCRIPTED_MODEL:
         return byte_tokenizer.byte_tokenizer()
     tokenizer = Tokenizer.from_source(model_source.resolve(common.model, common.cache_dir))
     if tokenizer.chat_template is not None:

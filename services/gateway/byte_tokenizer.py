@@ -12,7 +12,6 @@ from services.gateway.tokenization import Tokenizer
 from services.gateway.tokenizer_parts import BYTE_OF_CHAR, TokenizerParts
 from shared import scripted_vocab as vocab
 
-MODEL = "scripted"  # the model spec that asks for it
 # What a message says stands at the prompt's end, so that an order to the engine can be given in a chat too.
 CHAT_TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}{% if not loop.first %}{{ '\\n' }}{% endif %}"

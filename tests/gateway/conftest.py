@@ -18,7 +18,7 @@ from shared.bus import connect
 from shared.records import Records, RequestRecord
 from shared.runtime import Stop
 from shared.scripts import Scripts
-from shared.settings import CommonSettings, GatewaySettings
+from shared.settings import SCRIPTED_MODEL, CommonSettings, GatewaySettings
 from tests.gateway.fake_worker import FakeWorker
 
 MODEL = "tiny"
@@ -121,7 +121,7 @@ async def serve_with(redis_url: str, worker: FakeWorker) -> AsyncIterator[Callab
         async def start(**settings: Any) -> Served:
             redis = connect(redis_url)
             stack.push_async_callback(redis.aclose)
-            common = CommonSettings(redis_url=redis_url, model=byte_tokenizer.MODEL, served_model_name=MODEL)
+            common = CommonSettings(redis_url=redis_url, model=SCRIPTED_MODEL, served_model_name=MODEL)
             own = GatewaySettings.model_validate({"port": 0, "drain_timeout_s": 0} | settings)
             service = GatewayService(redis, byte_tokenizer.byte_tokenizer(), common, own)
             session = await stack.enter_async_context(aiohttp.ClientSession())
