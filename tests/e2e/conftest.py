@@ -59,7 +59,7 @@ async def connect() -> AsyncIterator[Callable[[str], Client]]:
 
 
 @pytest.fixture
-def client(shared_stack: Stack, connect: Callable[[str], Client]) -> Client:
+async def client(shared_stack: Stack, connect: Callable[[str], Client]) -> Client:
     return connect(shared_stack.url)
 
 

@@ -31,6 +31,11 @@ class OwnRedis:
         self._process = subprocess.Popen(server_command(find_server(), self._folder, socket_path(self._folder)))
         wait_until_sync(self._answers)
 
+    @property
+    def pid(self) -> int:
+        assert self._process is not None
+        return self._process.pid
+
     def kill(self) -> None:
         assert self._process is not None
         self._process.kill()

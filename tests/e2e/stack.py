@@ -236,6 +236,27 @@ class Stack:
             await wait_until(lambda: successor.incarnation in self.state.members(), START_TIMEOUT_S)
         return successor
 
+    @contextlib.asynccontextmanager
+    async def supervised(self) -> AsyncIterator[None]:
+        """For the time of the block what ends is reported and started again, as `serve` would."""
+
+        async def look() -> None:
+            while True:
+                for process in self.processes():
+                    if process.popen.poll() is not None:
+                        process.expected_to_end = True
+                        await self.report(process)
+                        await self.restart(process, wait=False)
+                await asyncio.sleep(0.02)
+
+        looking = asyncio.create_task(look())
+        try:
+            yield
+        finally:
+            looking.cancel()
+            await asyncio.gather(looking, return_exceptions=True)
+            await wait_until(self._is_announced, START_TIMEOUT_S)
+
     # --- the end -----------------------------------------------------------------------------------------------------
 
     async def check_at_rest(self) -> None:

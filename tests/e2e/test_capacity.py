@@ -1,0 +1,132 @@
+"""What does not fit is refused at once with the real number; what fits, but not together, takes turns."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+
+import pytest
+
+from tests.e2e.clients import Answer, Client
+from tests.e2e.load import USAGE, plain, words
+from tests.e2e.stack import Stack
+from tests.helpers import wait_until
+
+NewStack = Callable[..., Stack]
+Connect = Callable[[str], Client]
+NUM_BLOCKS = 8
+POOL_TOKENS = NUM_BLOCKS * 16
+
+
+@pytest.fixture
+def tiny_pool() -> dict[str, object]:
+    return {"scripted_num_blocks": NUM_BLOCKS, "max_model_len": 4096, "scripted_step_ms": 2}
+
+
+async def test_a_prompt_that_can_never_fit_is_told_the_capacity(
+    tiny_pool: dict[str, object], new_stack: NewStack, connect: Connect
+) -> None:
+    async with new_stack(env=tiny_pool) as stack:
+        client = connect(stack.url)
+        started = time.perf_counter()
+        for num_chars in (POOL_TOKENS - 1, POOL_TOKENS, 3000):
+            refused = await client.ask(plain("x" * num_chars))
+            assert refused.status == 400 and refused.error, refused
+            assert refused.error["code"] == "context_length_exceeded" and refused.error["param"] == "prompt"
+            assert f"{POOL_TOKENS} tokens" in refused.error["message"], refused.error
+        assert time.perf_counter() - started < 2
+        assert not stack.state.keys("r:*") or len(stack.state.keys("r:*")) == 1  # the one that asked if all is up
+        longest = await client.ask(plain("x" * (POOL_TOKENS - 2), 50, **USAGE))
+        longest.check()
+        assert longest.text == words("x" * (POOL_TOKENS - 2), 1) and longest.choices[0].finish_reason == "length"
+
+
+async def test_an_answer_ends_where_the_pool_does(
+    tiny_pool: dict[str, object], new_stack: NewStack, connect: Connect
+) -> None:
+    async with new_stack(env=tiny_pool) as stack:
+        client = connect(stack.url)
+        answer = await client.ask(plain("x" * 60, 500, **USAGE))
+        answer.check()
+        num_tokens = POOL_TOKENS - 61
+        assert answer.text == words("x" * 60, num_tokens) and answer.choices[0].finish_reason == "length"
+        assert answer.usage and answer.usage["completion_tokens"] == num_tokens
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+async def test_answers_that_do_not_fit_together_take_turns(
+    workers: int, tiny_pool: dict[str, object], new_stack: NewStack, connect: Connect
+) -> None:
+    """Each grows to 7 of 8 blocks: some are preempted in mid-stream, and go on where they were."""
+    async with new_stack(env=tiny_pool, workers=workers) as stack:
+        client = connect(stack.url)
+        bodies = [plain(f"takes turns {i}", 90, n=1 + i % 2, temperature=1, seed=i, **USAGE) for i in range(6)]
+        for i, answer in enumerate(await client.ask_all(bodies)):
+            answer.check()
+            for c, choice in answer.choices.items():
+                assert choice.text == words(f"takes turns {i}", 90, i, c)
+        assert all(s.strikes == 0 for s in stack.state.sequences())
+
+
+async def test_a_full_queue_says_when_to_come_back(new_stack: NewStack, connect: Connect) -> None:
+    env = {"max_queued_requests": 4, "max_num_seqs": 1, "scripted_step_ms": 20}
+    async with new_stack(env=env) as stack:
+        client = connect(stack.url)
+        answers = await client.ask_all([plain(f"queued {i}", 20) for i in range(12)])
+        refused = [a for a in answers if a.status != 200]
+        assert 1 <= len(refused) <= 8
+        for answer in refused:
+            check_full(answer)
+        for i, answer in enumerate(answers):
+            if answer.status == 200:
+                answer.check()
+                assert answer.text == words(f"queued {i}", 20)
+        many = await client.ask(plain("five at once", n=5))
+        check_full(many)
+
+
+async def test_a_queue_full_of_tokens_too(new_stack: NewStack, connect: Connect) -> None:
+    env = {"max_queued_tokens": 300, "max_num_seqs": 1, "scripted_step_ms": 20}
+    async with new_stack(env=env) as stack:
+        client = connect(stack.url)
+        running = [client.begin(plain(f"runs {i}", 100)) for i in range(2)]
+        await wait_until(lambda: len(stack.state.running()) == 2)
+        waiting = client.begin(plain("w" * 250, 3))
+        await wait_until(lambda: stack.state.num_queued() == 1)
+        check_full(await client.ask(plain("x" * 60, 3)))
+        short = client.begin(plain("x" * 20, 3))
+        for answer in await asyncio.gather(*running, waiting, short):
+            answer.check()
+
+
+def check_full(answer: Answer) -> None:
+    assert answer.status == 429 and answer.error is not None, answer
+    assert answer.error["code"] == "queue_full" and answer.error["type"] == "rate_limit_error"
+    assert 1 <= int(answer.headers["Retry-After"]) <= 60
+
+
+async def test_with_no_worker_a_request_is_refused_and_with_one_it_is_served(
+    new_stack: NewStack, connect: Connect
+) -> None:
+    async with new_stack() as stack:
+        client = connect(stack.url)
+        worker = stack.process("worker")
+        stack.kill(worker)
+        await stack.report(worker)
+
+        async def refused() -> bool:
+            return (await client.get("/health/ready"))[0] == 503
+
+        await wait_until(refused)
+        answer = await client.ask(plain("nobody there"))
+        assert answer.status == 503 and answer.error and answer.error["code"] == "no_worker"
+        assert int(answer.headers["Retry-After"]) >= 1
+        wrong = await client.ask(plain("wrong anyway", temperature=9))
+        assert wrong.status == 400, "what is wrong with it is said also when nobody could serve it"
+        await stack.restart(worker)
+
+        async def served() -> bool:
+            return (await client.ask(plain("somebody there"))).status == 200
+
+        await wait_until(served)

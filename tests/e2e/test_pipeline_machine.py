@@ -1,0 +1,223 @@
+"""Two gateways, schedulers, stores and workers on a real Redis, driven command by command by Hypothesis.
+
+Any step may be cut short, repeated, delayed, or lose its reply; anybody may pause or die between two commands, lose a
+lease or a stream, and come back when another has taken its place. See `machine/world.py` for what is checked after
+every step and in the end. `make test` runs a few examples, always the same; `make test-slow` searches for new ones.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import ClassVar
+
+import pytest
+from hypothesis import HealthCheck, note, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+from shared import scripted_vocab as vocab
+from shared.protocol import SamplingParams
+from tests.e2e.machine.actors import Actor
+from tests.e2e.machine.oracle import Shape
+from tests.e2e.machine.wire import Fault
+from tests.e2e.machine.world import Config, World, running_world
+
+PREFIXES = (b"the mill wheel turns while water comes down", b"the mill pond is full, and the wheel turns on")
+BOTH = settings(deadline=None, suppress_health_check=list(HealthCheck), report_multiple_bugs=False, database=None)
+QUICK = settings(BOTH, max_examples=25, stateful_step_count=25, derandomize=True)
+LONG = settings(BOTH, max_examples=1500, stateful_step_count=50)
+
+shapes = st.builds(
+    Shape, num_blocks=st.sampled_from([8, 12, 16, 24]), block_size=st.sampled_from([2, 4]),
+    max_model_len=st.sampled_from([40, 256]),
+)  # fmt: skip
+configs = st.builds(
+    Config, shape=shapes, max_num_seqs=st.integers(2, 4), max_num_batched_tokens=st.sampled_from([4, 8, 16]),
+    prefix_caching=st.sampled_from([True, True, True, False]), max_strikes=st.sampled_from([1, 2, 8]),
+)  # fmt: skip
+prompts = st.builds(
+    lambda prefix, length, end: (*prefix[:length], *end),
+    st.sampled_from(PREFIXES), st.integers(1, 24), st.sampled_from([b"", b"", b"!", b"?"]),
+)  # fmt: skip
+scripts = st.builds(
+    lambda prompt, answer: (*prompt, vocab.SCRIPT, *answer), prompts, st.sampled_from([b"", b"so it is"])
+)
+samplings = st.builds(
+    SamplingParams, max_tokens=st.sampled_from([0, 1, 4, 9, 20, 40]), min_tokens=st.sampled_from([0, 0, 3]),
+    temperature=st.sampled_from([0.0, 1.0]), seed=st.integers(0, 2), logprobs=st.sampled_from([None, None, 2]),
+    stop_token_ids=st.sampled_from([(vocab.EOS,), (vocab.EOS, ord(" ")), ()]),
+)  # fmt: skip
+places = st.integers(0, 7)
+faults = st.sampled_from([Fault.NONE, *Fault])
+
+
+class PipelineMachine(RuleBasedStateMachine):
+    redis_url: ClassVar[str]
+
+    @initialize(config=configs, num_rounds=st.integers(0, 4))
+    def start(self, config: Config, num_rounds: int) -> None:
+        self.stack = contextlib.ExitStack()
+        self.world = self.stack.enter_context(running_world(self.redis_url, config))
+        self.is_over = False
+        with self.told():
+            self.world.round(num_rounds)
+
+    @contextlib.contextmanager
+    def told(self) -> Iterator[World]:
+        """What went before a failure is told with it; nothing more is checked after it."""
+        try:
+            yield self.world
+        except BaseException:
+            self.is_over = True
+            note(self.world.story())
+            raise
+
+    def alive(self, place: int) -> Actor | None:
+        actor = self.world.actors[place]
+        return actor if actor.alive else None
+
+    # --- clients -----------------------------------------------------------------------------------------------------
+
+    @rule(
+        gateway=st.integers(0, 1), prompt=st.one_of(prompts, prompts, scripts), num_choices=st.sampled_from([1, 1, 2, 3]),
+        sampling=samplings, stop_after=st.sampled_from([None, None, None, 3, 7]),
+    )  # fmt: skip
+    def submit(
+        self, gateway: int, prompt: tuple[int, ...], num_choices: int, sampling: SamplingParams, stop_after: int | None
+    ) -> None:
+        with self.told() as world:
+            world.submit(gateway, prompt, num_choices, sampling, stop_after)
+
+    @precondition(lambda self: self.world.clients)
+    @rule(number=st.integers(0, 99), elsewhere=st.booleans())
+    def client_goes(self, number: int, elsewhere: bool) -> None:
+        rids = sorted(self.world.clients)
+        rid = rids[number % len(rids)]
+        with self.told() as world:
+            if elsewhere:
+                world.attach_elsewhere(rid)
+            else:
+                world.hang_up(rid)
+
+    # --- steps -------------------------------------------------------------------------------------------------------
+
+    @rule(num_rounds=st.integers(1, 3))
+    def rounds(self, num_rounds: int) -> None:
+        with self.told() as world:
+            world.round(num_rounds)
+
+    @rule(
+        seed=st.integers(0, 1 << 30), num_actions=st.integers(1, 120), fault_rate=st.sampled_from([0, 0.02, 0.1, 0.3])
+    )
+    def storm(self, seed: int, num_actions: int, fault_rate: float) -> None:
+        with self.told() as world:
+            world.storm(seed, num_actions, fault_rate)
+
+    @rule(place=places, loop=st.integers(0, 9), num_commands=st.integers(0, 4), fault=faults)
+    def step(self, place: int, loop: int, num_commands: int, fault: Fault) -> None:
+        actor = self.alive(place)
+        if actor is not None and not actor.paused:
+            loops = list(actor.loops()) if actor.started else ["start"]
+            with self.told() as world:
+                world.step(actor, loops[loop % len(loops)], num_commands, fault)
+
+    @rule(seconds=st.sampled_from([0.1, 0.6, 2.5, 7.0, 20.0]))
+    def time_passes(self, seconds: float) -> None:
+        with self.told() as world:
+            world.pass_time(seconds)
+
+    @precondition(lambda self: self.world.wire.late)
+    @rule(number=st.integers(0, 99))
+    def late_command_arrives(self, number: int) -> None:
+        with self.told() as world:
+            world.wire.deliver_late(number % len(world.wire.late))
+
+    # --- misfortunes -------------------------------------------------------------------------------------------------
+
+    @rule(place=places, announced=st.booleans())
+    def kill(self, place: int, announced: bool) -> None:
+        actor = self.alive(place)
+        if actor is not None:
+            with self.told() as world:
+                world.kill(actor, announced)
+
+    @rule(place=places)
+    def leave(self, place: int) -> None:
+        actor = self.alive(place)
+        if actor is not None:
+            with self.told() as world:
+                world.leave(actor)
+
+    @precondition(lambda self: not all(a.alive for a in self.world.actors))
+    @rule()
+    def replace_the_dead(self) -> None:
+        with self.told() as world:
+            for actor in [a for a in world.actors if not a.alive]:
+                world.replace(actor)
+
+    @rule(place=places)
+    def pause_or_go_on(self, place: int) -> None:
+        actor = self.alive(place)
+        if actor is not None:
+            actor.paused = not actor.paused
+
+    @rule(place=places)
+    def member_lease_ends(self, place: int) -> None:
+        actor = self.alive(place)
+        if actor is not None:
+            self.world.expire_member(actor)
+
+    @rule(kind=st.sampled_from(["run", "pool"]), worker=st.integers(0, 1))
+    def lease_on_a_worker_ends(self, kind: str, worker: int) -> None:
+        self.world.expire_lease(kind, self.world.workers[worker].incarnation)
+
+    @rule(place=places)
+    def stream_is_lost(self, place: int) -> None:
+        actor = self.alive(place)
+        if actor is not None:
+            self.world.lose_stream(actor)
+
+    @rule()
+    def scripts_are_forgotten(self) -> None:
+        self.world.flush_scripts()
+
+    # --- what must be true -------------------------------------------------------------------------------------------
+
+    @invariant()
+    def nothing_is_lost_repeated_or_shared(self) -> None:
+        with self.told() as world:
+            world.check()
+
+    def teardown(self) -> None:
+        if not hasattr(self, "stack"):
+            return
+        with self.stack:
+            if not self.is_over:
+                with self.told() as world:
+                    world.quiesce()
+
+
+def search(url: str, profile: settings) -> None:
+    class Machine(PipelineMachine):
+        redis_url = url
+
+    run_state_machine_as_test(Machine, settings=profile)  # type: ignore[no-untyped-call]
+
+
+@pytest.mark.timeout(300)
+def test_the_pipeline_keeps_its_promises(redis_url: str) -> None:
+    search(redis_url, QUICK)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(4 * 3600)
+def test_the_pipeline_keeps_its_promises_for_long(redis_url: str) -> None:
+    search(redis_url, LONG)

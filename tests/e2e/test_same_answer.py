@@ -1,0 +1,154 @@
+"""One request, one answer, of the real model through the whole stack: alone, in company, after a cache hit, on either
+worker, and when its worker is killed. Tokens and log-probabilities are compared to the last bit that JSON shows."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import pytest
+import pytest_asyncio
+
+from shared.model_source import ModelSourceError, default_cache_dir, resolve
+from shared.settings import DEFAULT_MODEL
+from tests.e2e.clients import Answer, Client
+from tests.e2e.load import USAGE, Json
+from tests.e2e.stack import Stack
+from tests.helpers import wait_until
+
+log = logging.getLogger(__name__)
+
+pytestmark = [pytest.mark.model, pytest.mark.timeout(180)]
+
+Connect = Callable[[str], Client]
+NUM_TOKENS = 12
+TIMEOUT_S = 90.0
+ALONE = {"cache_salt": "alone"}
+STORY = "The lighthouse keeper counted the ships. One was red, one was green, and one had no lights at all. " * 5
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def stack(stacks_redis: str, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Stack]:
+    try:
+        path = resolve(DEFAULT_MODEL, default_cache_dir()).path
+    except ModelSourceError as e:
+        pytest.skip(str(e))
+    env = {
+        "threads": 1,
+        "kv_cache_bytes": 64 << 20,
+        "max_model_len": 1024,
+        "max_num_batched_tokens": 128,
+        "retention_s": 600,
+    }
+    folder = tmp_path_factory.mktemp("model")
+    async with Stack(stacks_redis, folder, model=str(path), workers=2, env=env) as stack:
+        yield stack
+
+
+def watched() -> list[Json]:
+    common: dict[str, Any] = {"max_tokens": NUM_TOKENS, "stream": True, "ignore_eos": True, **USAGE}
+    question = [{"role": "user", "content": "Name three rivers and one mountain."}]
+    return [
+        common | {"messages": question, "temperature": 0, "logprobs": True, "top_logprobs": 5},
+        common | {"messages": question, "temperature": 1, "seed": 17, "n": 2, "logprobs": True, "top_logprobs": 2},
+        common | {"prompt": STORY, "temperature": 0.8, "seed": 99, "top_p": 0.9, "top_k": 50, "logprobs": 3},
+        common | {"prompt": STORY + "So he", "temperature": 0, "repetition_penalty": 1.3, "frequency_penalty": 0.4},
+        common | {"prompt": "1, 2, 3, 4,", "temperature": 1.2, "seed": 4, "min_p": 0.05, "logit_bias": {"33": 2.5}},
+    ]
+
+
+def neighbours(number: int) -> list[Json]:
+    return [
+        {"prompt": f"Neighbour {i} talks about {'rain and ' * (i * 3)}snow", "max_tokens": 4 + i, "stream": True,
+         "temperature": i % 2, "seed": i}
+        for i in range(number)
+    ]  # fmt: skip
+
+
+def check_same(answers: list[Answer], alone: list[Answer]) -> None:
+    for answer, same in zip(answers, alone, strict=True):
+        answer.check()
+        assert answer.essence() == same.essence()
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def alone(stack: Stack) -> list[Answer]:
+    """Each by itself, the first time that its prompt is seen."""
+    client = Client(stack.url, TIMEOUT_S)
+    answers = [await client.ask(body | ALONE) for body in watched()]
+    await client.close()
+    for answer in answers:
+        answer.check()
+        assert all(choice.text for choice in answer.choices.values())
+    assert answers[1].choices[0].text != answers[1].choices[1].text
+    return answers
+
+
+def workers_of(stack: Stack, answers: list[Answer]) -> set[str]:
+    return {s.worker for a in answers if (s := stack.state.sequence(f"{a.rid}.0")) is not None}
+
+
+@pytest.fixture
+async def connect() -> AsyncIterator[Connect]:
+    """As everywhere, with more patience: a real model on a busy machine takes its time."""
+    clients: list[Client] = []
+
+    def make(url: str) -> Client:
+        clients.append(Client(url, TIMEOUT_S))
+        return clients[-1]
+
+    yield make
+    for client in clients:
+        await client.close()
+
+
+@pytest.mark.parametrize("number", [2, 4, 15])
+async def test_in_company(number: int, stack: Stack, alone: list[Answer], connect: Connect) -> None:
+    client = connect(stack.url)
+    others = client.begin_all(neighbours(number))
+    check_same(await client.ask_all(watched()), alone)
+    for answer in await others:
+        answer.check()
+
+
+async def test_after_a_cache_hit(stack: Stack, alone: list[Answer], connect: Connect) -> None:
+    client = connect(stack.url)
+    answers = [await client.ask(body | ALONE) for body in watched()]
+    check_same(answers, alone)
+    cached = [a.usage["prompt_tokens_details"]["cached_tokens"] for a in answers if a.usage]
+    assert cached[0] >= 16 and cached[2] > 64 and cached[3] > 64, cached
+
+
+async def test_on_the_other_worker(stack: Stack, alone: list[Answer], connect: Connect) -> None:
+    """Which is the one that has less to do."""
+    client = connect(stack.url)
+    blocker: Json = {"prompt": "The other one is busy. " * 10, "max_tokens": 800, "ignore_eos": True, "stream": True}
+    busy = client.begin(blocker)
+    await wait_until(stack.state.running)
+    (first,) = {s.worker for s in stack.state.running()}
+    answers = [await client.ask(body | {"cache_salt": "other"}) for body in watched()]
+    busy.cancel()
+    check_same(answers, alone)
+    assert first not in workers_of(stack, answers)
+    assert len(workers_of(stack, alone) | workers_of(stack, answers)) == 2
+
+
+async def test_when_the_worker_is_killed(stack: Stack, alone: list[Answer], connect: Connect) -> None:
+    client = connect(stack.url)
+    answering = client.begin_all([body | {"cache_salt": "killed"} for body in watched()])
+    await wait_until(lambda: any(2 <= s.num_tokens < NUM_TOKENS for s in stack.state.running()), 60, every=0.005)
+    running = stack.state.running()
+    places = [s.worker for s in running]
+    victim = stack.by_incarnation(max(places, key=places.count))
+    killed_at = stack.kill(victim)
+    answers = await answering
+    check_same(answers, alone)
+    log.warning(
+        "%d of %d sequences moved; longest pause %.2f s", places.count(victim.incarnation), len(running),
+        max(a.longest_pause_s(killed_at) for a in answers),
+    )  # fmt: skip
+    started = time.perf_counter()
+    await stack.restart(victim)
+    log.warning("a worker's restart took %.1f s", time.perf_counter() - started)
