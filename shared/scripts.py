@@ -122,9 +122,14 @@ class Scripts:
         return bool(await self._run("finish", sid, "" if epoch is None else epoch, encode(outcome)))
 
     async def cancel_if(self, sids: Sequence[str], attach: int, outcome: Outcome) -> int:
-        """Ends those sequences whose attach number is still this one; how many."""
-        event = encode(Event(kind="cancelled", id=sids[0].rpartition(".")[0]))
+        """Ends those sequences of a request whose attach number is still this one; how many. Several: all open ones."""
+        cancelled = sids[0] if len(sids) == 1 else sids[0].rpartition(".")[0]
+        event = encode(Event(kind="cancelled", id=cancelled))
         return int(await self._run("cancel_if", attach, encode(outcome), event, *sids))
+
+    async def open_queue(self) -> None:
+        """Makes the queue's group, which is there already unless Redis has lost it."""
+        await self._run("open_queue")
 
     async def condemn(self, sid: str, epoch: int, outcome: Outcome, reason: str) -> bool:
         """Ends a sequence that workers die of, and keeps it for people in the stream `dead`."""

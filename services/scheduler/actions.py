@@ -24,11 +24,12 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Append changes to a worker's plan, under this run term."""
+    """Append changes to a worker's plan, under this run term; once, however often it is tried."""
 
     worker: str
     term: int
     changes: tuple[Message, ...]
+    number: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +58,8 @@ class Finish:
 
 @dataclass(frozen=True, slots=True)
 class CheckPlaced:
-    """Queue again what the records place on this worker and its running set (sid, epoch) does not show."""
+    """Queue again what the records place on this worker and its running set (sid, epoch) does not show; of the rest,
+    tell the core what only the records know (`SchedulerCore.on_placed`)."""
 
     worker: str
     shown: frozenset[tuple[str, int]]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from shared.protocol import Reconcile, StoreCall
+from shared.protocol import Ensure, Match, Reconcile, StoreCall
 
 REPEAT_AFTER_S = 0.2
 
@@ -41,6 +41,16 @@ class CacheCalls:
     def forget(self, worker: str) -> None:
         """The worker's pool has a new term, or is no longer ours: whatever was asked is void."""
         self._pending = {c: p for c, p in self._pending.items() if p.message.worker != worker}
+
+    def pending(self, worker: str) -> bool:
+        """Does anything that its store may still answer change how many of its blocks are free?"""
+        return any(p.message.worker == worker and not isinstance(p.message, Match) for p in self._pending.values())
+
+    def drop(self, sid: str, epoch: int) -> None:
+        """Nobody waits for the blocks of this place any more."""
+        for call, p in list(self._pending.items()):
+            if isinstance(p.message, Ensure) and (p.message.sid, p.message.epoch) == (sid, epoch):
+                del self._pending[call]
 
     def overdue(self, now: float) -> list[PendingCall]:
         """Calls to repeat now; each is marked as sent again."""

@@ -16,12 +16,14 @@ from services.scheduler.core import SchedulerCore
 from shared.leases import IDLE_LEASE_MS
 from shared.protocol import Member, Outcome
 from shared.records import Records
-from shared.scripts import SCHEDULER_GROUP, Scripts
+from shared.scripts import Scripts
 from shared.sharing import is_member_dead, share_leases
 
 log = logging.getLogger(__name__)
 
 ORPHAN_GRACE_S = 10.0  # a dead gateway's clients have this long to re-attach elsewhere
+STALL_S = 0.4  # an answer that takes longer: Redis stood still, and leases may have run out meanwhile
+MAX_READERS = 512  # sequences whose gateway is looked up in one scan
 
 
 class Fleet:
@@ -38,7 +40,8 @@ class Fleet:
         self._max_strikes = max_strikes  # worker deaths after which a sequence runs alone; one more ends it
         self._trusted_from = -math.inf  # before this, a missing lease is no proof of death
         self._said_gone: set[str] = set()
-        self._gateways_lost: dict[str, float] = {}  # when its death was noticed
+        self._gateways_lost: dict[str, float] = {}  # when it was noticed that they are dead
+        self._readers_from = ""
 
     def distrust_leases(self) -> None:
         """Redis was away: leases may have run out with nobody to blame, so nobody is dead for one lease time."""
@@ -50,7 +53,10 @@ class Fleet:
 
     async def scan(self, core: SchedulerCore, me: str) -> None:
         """One look at everything; repeats harmlessly what another scheduler does at the same time."""
+        asked_at = self._clock()
         members = await self._records.members()
+        if self._clock() - asked_at > STALL_S:
+            self.distrust_leases()
         alive = {i: m for i, (m, leased) in members.items() if leased}
         dead = {i: m for i, (m, leased) in members.items() if not leased and self._is_dead(i)}
         workers = {i: m for i, m in alive.items() if m.kind == "worker"}
@@ -65,8 +71,7 @@ class Fleet:
                 core.set_store(worker, store, pool_term)
         for incarnation, member in dead.items():
             await self._clean_up(incarnation, member)
-        if self._gateways_lost:
-            await self._cancel_orphans(core)
+        await self._cancel_orphans(core)
 
     def _is_dead(self, incarnation: str) -> bool:
         return incarnation in self._said_gone or self._clock() >= self._trusted_from
@@ -79,7 +84,7 @@ class Fleet:
         changes = await share_leases(
             self._scripts, "run", me, mine={w: v.term for w, v in core.workers.items()}, owners=owners,
             num_replicas=num_schedulers, is_dead=is_member_dead(alive, self._said_gone, trusted),
-            may_drop=lambda worker: not core.workers[worker].placing,
+            may_drop=lambda worker: worker not in core.workers or not core.workers[worker].placing,
         )  # fmt: skip
         for worker in changes.lost:
             core.lose_worker(worker)
@@ -89,50 +94,53 @@ class Fleet:
             view.handing_over = worker in changes.surplus
 
     async def _clean_up(self, incarnation: str, member: Member) -> None:
-        if member.kind != "worker":
-            if member.kind == "scheduler":
-                await self._forget_consumer(incarnation)
-            elif member.kind == "gateway":
-                self._gateways_lost.setdefault(incarnation, self._clock())
+        if member.kind == "worker":
+            await self._clean_up_worker(incarnation)
+        elif member.kind == "scheduler":
+            await self._scripts.forget_scheduler(incarnation)
+        else:
             await self._redis.hdel(self._scripts.key("members"), incarnation)
-            return
-        placed = await self._records.placed_on(incarnation)
+
+    async def _clean_up_worker(self, worker: str) -> None:
+        placed = await self._records.placed_on(worker)
         for sid in placed:
             record = await self._records.sequence(sid)
-            if record is None or record.state != "placed" or record.worker != incarnation:
+            if record is None or record.state != "placed" or record.worker != worker:
                 continue
             if record.strikes + 1 > self._max_strikes:
-                await self._bury_poison(sid, record.epoch, record.strikes + 1)
+                await self._condemn(sid, record.epoch, record.strikes + 1)
             else:
                 await self._scripts.requeue(sid, record.epoch, strikes=1)
         if placed:
-            log.warning("worker %s is gone; %d sequences are queued again", incarnation, len(placed))
-        await self._scripts.bury(incarnation)
+            log.warning("worker %s is gone; %d sequences are queued again", worker, len(placed))
+        await self._scripts.bury(worker)
 
-    async def _bury_poison(self, sid: str, epoch: int, strikes: int) -> None:
-        message = f"{strikes} workers died while running this request"
-        outcome = Outcome(reason="error", code="poison_request", message=message)
-        if await self._scripts.finish(sid, outcome, epoch):
-            fields = {"sid": sid, "reason": message}
-            await self._redis.xadd(self._scripts.key("dead"), fields, maxlen=1000, approximate=True)
-
-    async def _forget_consumer(self, scheduler: str) -> None:
-        """A dead scheduler's queue entries are claimed by the living; then its consumer is deleted, never before:
-        pending entries of a deleted consumer are delivered to nobody."""
-        stream = self._scripts.key("requests")
-        pending = await self._redis.xpending_range(stream, SCHEDULER_GROUP, "-", "+", 1, consumername=scheduler)
-        if not pending:
-            await self._redis.xgroup_delconsumer(stream, SCHEDULER_GROUP, scheduler)
+    async def _condemn(self, sid: str, epoch: int, strikes: int) -> None:
+        reason = f"{strikes} workers died while running this request"
+        if await self._scripts.condemn(
+            sid, epoch, Outcome(reason="error", code="poison_request", message=reason), reason
+        ):
+            log.error("%s ends: %s", sid, reason)
 
     async def _cancel_orphans(self, core: SchedulerCore) -> None:
-        """Sequences whose gateway is gone and whose client has not come back elsewhere within the grace time."""
-        expired = {g for g, since in self._gateways_lost.items() if self._clock() - since >= ORPHAN_GRACE_S}
-        if not expired:
-            return
-        for sid in [*core.queue, *(sid for view in core.workers.values() for sid in view.running)]:
-            record = await self._records.sequence(sid)
-            if record is not None and record.state != "done" and record.gateway in expired:
-                outcome = Outcome(reason="cancelled", code="gateway_gone")
-                await self._scripts.cancel_if([sid], record.attach, outcome)
-        for gateway in expired:
-            del self._gateways_lost[gateway]
+        """Of this scheduler's sequences those whose gateway is gone and whose client has not come back elsewhere
+        within the grace time. Who reads what is in the records, so that nobody needs to remember gateways."""
+        readers = await self._records.readers(self._next_sids(core))
+        gateways = {gateway for gateway, _ in readers.values()}
+        known = gateways | set(self._gateways_lost)
+        alive = await self._records.alive("gateway", known)
+        now = self._clock()
+        lost = {g for g in known - alive if self._is_dead(g)}
+        since = {g: self._gateways_lost.get(g, now) for g in lost}
+        self._gateways_lost = {g: t for g, t in since.items() if g in gateways or now - t < 2 * ORPHAN_GRACE_S}
+        for sid, (gateway, attach) in readers.items():
+            if now - self._gateways_lost.get(gateway, now) >= ORPHAN_GRACE_S:
+                await self._scripts.cancel_if([sid], attach, Outcome(reason="cancelled", code="gateway_gone"))
+
+    def _next_sids(self, core: SchedulerCore) -> list[str]:
+        """Some of this scheduler's sequences: in several scans, all."""
+        sids = sorted({*core.queue, *(sid for view in core.workers.values() for sid in view.running)})
+        later = [sid for sid in sids if sid > self._readers_from]
+        chosen = (later or sids)[:MAX_READERS]
+        self._readers_from = chosen[-1] if len(chosen) < len(sids) else ""
+        return chosen

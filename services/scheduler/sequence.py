@@ -17,7 +17,7 @@ class QueueState(Enum):
     READING = auto()  # its record is being read
     MATCHING = auto()  # stores are asked how much of it they hold
     ENSURING = auto()  # a store allocates its blocks
-    FOLLOWING = auto()  # another sequence computes the blocks it needs next
+    FOLLOWING = auto()  # another sequence of the chosen worker computes the blocks it needs next
     ASSIGNING = auto()  # the assign script is under way
 
 
@@ -65,11 +65,9 @@ class Running:
     sid: str
     epoch: int
     num_tokens: int
-    num_computed: int = 0
-    num_blocks: int = 0
     priority: int = 0
     arrival_ms: int = 0
     starved: bool = False
     preempting: bool = False
-    salt: bytes = b""
-    num_sealed: int = 0
+    suspect: bool = False
+    num_sealed: int = 0  # blocks, from the first on

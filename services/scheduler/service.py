@@ -16,15 +16,16 @@ from typing import Any
 
 from redis.exceptions import ResponseError
 
-from services.scheduler.actions import Action, Assign, Call, CheckPlaced, Finish, Plan, ReadRecord, Requeue
+from services.scheduler.actions import Action
 from services.scheduler.core import SchedulerCore
+from services.scheduler.executor import Executor
 from services.scheduler.fleet import Fleet
 from services.scheduler.metrics_defs import SchedulerMetrics
 from services.scheduler.sequence import Queued
 from shared import metrics
 from shared.bus import StreamReader
 from shared.leases import IDLE_REFRESH_MS, Lapsed, Membership, StreamLost, new_incarnation
-from shared.protocol import Event, Member, ProtocolError, decode, encode, pack_ids, split_sequence_id
+from shared.protocol import Event, Member, ProtocolError, decode
 from shared.records import Records
 from shared.runtime import Stop, forever, run_until_stopped, wait_for_event
 from shared.scripts import SCHEDULER_GROUP, Scripts
@@ -56,38 +57,34 @@ class SchedulerService:
         self._pump_lock = asyncio.Lock()
         self._pump_again = False
         self._todo: deque[Action] = deque()
+        self._living = asyncio.Lock()
+        self._scanning = asyncio.Lock()
         self._scan_now = asyncio.Event()
         self._pumped = asyncio.Event()  # since the last tick
         self._claimed_at = -math.inf
         self._next_incarnation = incarnation
-        self._executors: dict[type[Action], Callable[[Any], Any]] = {
-            ReadRecord: self._read_record, Call: self._call, Plan: self._plan, Assign: self._assign,
-            Requeue: self._requeue, Finish: self._finish, CheckPlaced: self._check_placed,
-        }  # fmt: skip
+        self._executor = Executor(self.scripts, self.records, clock, self._scan_now.set)
 
     # --- one life ----------------------------------------------------------------------------------------------------
 
     async def start(self) -> None:
-        """Begins a new life: nothing of an old one is valid."""
-        incarnation = self._next_incarnation or new_incarnation("scheduler")
-        self._next_incarnation = ""
-        try:
-            stream = self.scripts.key("requests")
-            await self.redis.xgroup_create(stream, SCHEDULER_GROUP, id="0", mkstream=True)
-        except ResponseError as e:
-            if "BUSYGROUP" not in str(e):
-                raise
-        self.core = SchedulerCore(incarnation, self._prefix_caching, self._max_strikes)
-        self._todo.clear()
-        self.membership = Membership(
-            self._beat, Member(kind="scheduler", incarnation=incarnation), [f"inbox:{incarnation}"]
-        )
-        last = await self.membership.join()
+        await self.begin_life()
+        await self.scan()
+
+    async def begin_life(self) -> None:
+        """Nothing of an old life is valid. To be repeated until it comes through; until then the old one is there."""
+        incarnation = self._next_incarnation = self._next_incarnation or new_incarnation("scheduler")
+        membership = Membership(self._beat, Member(kind="scheduler", incarnation=incarnation), [f"inbox:{incarnation}"])
         newest = await self.redis.xrevrange(self.scripts.key("events"), count=1)
         events = newest[0][0].decode() if newest else "0-0"
+        last = await membership.join()
+        self._next_incarnation = ""
+        self.membership = membership
+        self.core = SchedulerCore(incarnation, self._prefix_caching, self._max_strikes)
+        self._todo.clear()
         self.reader = StreamReader(self._blocking, self.scripts.prefix, last | {"events": events})
         self._handled = dict(last)
-        await self.scan()
+        self._claim_from = "0-0"
 
     @property
     def incarnation(self) -> str:
@@ -95,14 +92,15 @@ class SchedulerService:
 
     async def heartbeat(self) -> None:
         """Refreshes the lease; a life that has lapsed, or lost its inbox, ends and another begins."""
-        try:
-            await self.membership.refresh(self._handled)
-        except (Lapsed, StreamLost) as e:
-            log.warning("this life is over (%s %s); starting a new one", type(e).__name__, e)
-            self.fleet.on_left(self.incarnation)
-            await self.scripts.gone("scheduler", self.incarnation)
-            await self.start()
-            return
+        async with self._living:
+            try:
+                await self.membership.refresh(self._handled)
+            except (Lapsed, StreamLost) as e:
+                log.warning("this life is over (%s %s); starting a new one", type(e).__name__, e)
+                self.fleet.on_left(self.incarnation)
+                await self.scripts.gone("scheduler", self.incarnation)
+                await self.start()
+                return
         self.metrics.observe(self.core)
         self.metrics.observe_redis(await self._beat.redis.info("cpu"))
         await metrics.publish(
@@ -115,9 +113,14 @@ class SchedulerService:
         """New headers, for as long as this scheduler leases a worker to place them on."""
         if not self.core.workers:
             return 0
-        reply = await self._blocking.xreadgroup(
-            SCHEDULER_GROUP, self.incarnation, {self.scripts.key("requests"): ">"}, count=256, block=block_ms or None
-        )
+        try:
+            reply = await self._blocking.xreadgroup(
+                SCHEDULER_GROUP, self.incarnation, {self.scripts.key("requests"): ">"}, count=256,
+                block=block_ms or None,
+            )  # fmt: skip
+        except ResponseError as e:
+            await self._on_no_queue(e)
+            return 0
         entries = reply[0][1] if reply else []
         for _, fields in entries:
             self._queue(fields)
@@ -129,14 +132,27 @@ class SchedulerService:
         """Entries that a dead scheduler holds, or one that has had no room for them for a second."""
         if not any(view.has_room() for view in self.core.workers.values()):
             return
-        reply = await self.redis.xautoclaim(
-            self.scripts.key("requests"), SCHEDULER_GROUP, self.incarnation, CLAIM_IDLE_MS, count=64
-        )
+        try:
+            reply = await self.redis.xautoclaim(
+                self.scripts.key("requests"), SCHEDULER_GROUP, self.incarnation, CLAIM_IDLE_MS, self._claim_from,
+                count=64,
+            )  # fmt: skip
+        except ResponseError as e:
+            await self._on_no_queue(e)
+            return
+        self._claim_from = reply[0].decode()
         for _, fields in reply[1]:
             if fields:
                 self._queue(fields)
         if reply[1]:
             await self.pump()
+
+    async def _on_no_queue(self, error: ResponseError) -> None:
+        """Redis has come back without the queue, and so without this life."""
+        if "NOGROUP" not in str(error):
+            raise error
+        await self.heartbeat()
+        await self.scripts.open_queue()
 
     def _queue(self, fields: dict[bytes, bytes]) -> None:
         try:
@@ -148,12 +164,14 @@ class SchedulerService:
         except (KeyError, ValueError):
             log.error("a queue entry is not ours, left alone: %s", sorted(fields))
             return
-        self.core.on_queued(queued)
+        self.core.on_queued(queued, self._clock())
 
     async def read_inbox(self, block_ms: int) -> int:
         """Reports, answers of stores, and hints on the events stream."""
         reader = self.reader
         entries = await reader.read(block_ms)
+        if reader is not self.reader:
+            return 0  # another life has begun: this was for the old one
         for entry in entries:
             try:
                 message = decode(entry.fields[b"m"]) if b"m" in entry.fields else None
@@ -164,15 +182,14 @@ class SchedulerService:
                 self._on_event(message)
             elif message is not None:
                 self.core.on_message(message, self._clock())
-        if reader is self.reader:
-            self._handled = {s: i for s, i in reader.last.items() if s != "events"}
+        self._handled = {s: i for s, i in reader.last.items() if s != "events"}
         if entries:
             await self.pump()
         return len(entries)
 
     def _on_event(self, event: Event) -> None:
         if event.kind == "cancelled":
-            self.core.on_cancelled(event.id)
+            self.core.on_cancelled(event.id, self._clock())
             return
         if event.kind == "left":
             self.fleet.on_left(event.id)
@@ -180,7 +197,8 @@ class SchedulerService:
             self._scan_now.set()
 
     async def scan(self) -> None:
-        await self.fleet.scan(self.core, self.incarnation)
+        async with self._scanning:
+            await self.fleet.scan(self.core, self.incarnation)
         await self.pump()
 
     # --- actions -----------------------------------------------------------------------------------------------------
@@ -198,54 +216,10 @@ class SchedulerService:
                 self._todo += self.core.decide(self._clock())
                 while self._todo:
                     action = self._todo[0]
-                    await self._executors[type(action)](action)
+                    await self._executor.carry_out(action, self.core)
                     self._pump_again = True
                     if self._todo and self._todo[0] is action:  # not before: if its reply is lost, it is done again
                         self._todo.popleft()
-
-    async def _read_record(self, action: ReadRecord) -> None:
-        rid, _ = split_sequence_id(action.sid)
-        record = await self.records.request(rid)
-        if record is None:
-            self.core.on_record(action.sid, None, b"")
-            return
-        queued = self.core.queue.get(action.sid)
-        ids = record.prompt
-        if queued is not None and queued.epoch > 0:
-            for chunk in await self.records.log(action.sid):
-                ids += pack_ids(chunk.ids)
-        self.core.on_record(action.sid, ids, record.spec.salt)
-
-    async def _call(self, action: Call) -> None:
-        key = self.scripts.key(f"cache:{action.store}")
-        if await self.redis.xadd(key, {"m": encode(action.message)}, nomkstream=True) is None:
-            self.core.set_store(action.message.worker, "", 0)  # it reads no more; the scan finds its successor
-
-    async def _plan(self, action: Plan) -> None:
-        status = await self.scripts.plan("run", action.worker, action.term, [encode(c) for c in action.changes])
-        if status != "ok":
-            self.core.lose_worker(action.worker)
-            self._scan_now.set()
-
-    async def _assign(self, action: Assign) -> None:
-        status = await self.scripts.assign(
-            action.sid, action.epoch, action.worker, action.term, encode(action.admit)
-        )  # fmt: skip
-        self.core.on_assigned(action.sid, action.epoch, action.worker, status, self._clock())
-
-    async def _requeue(self, action: Requeue) -> None:
-        await self.scripts.requeue(action.sid, action.epoch)
-
-    async def _finish(self, action: Finish) -> None:
-        await self.scripts.finish(action.sid, action.outcome, action.epoch)
-
-    async def _check_placed(self, action: CheckPlaced) -> None:
-        for sid in await self.records.placed_on(action.worker):
-            record = await self.records.sequence(sid)
-            if record is None or record.state != "placed" or record.worker != action.worker:
-                continue
-            if (sid, record.epoch) not in action.shown:
-                await self.scripts.requeue(sid, record.epoch)
 
     # --- the process -------------------------------------------------------------------------------------------------
 

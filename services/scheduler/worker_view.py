@@ -12,11 +12,12 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from services.scheduler.sequence import Running
-from shared.protocol import Member
+from shared.protocol import MAX_MESSAGE_BYTES, Member
 
 SPARE_SECONDS = 2.0  # the spare grant lasts this long at the worker's measured speed
 SILENCE_S = 0.4  # a worker with sequences reports every 0.1 s: after this its lease is looked at, not later
 MAX_SPARE_SHARE = 0.05  # of the pool, but never less than one block a running sequence
+MAX_TOKENS = MAX_MESSAGE_BYTES // 4 - 256  # whose ids fit into one call to a store
 
 
 class Phase(Enum):
@@ -33,13 +34,19 @@ class WorkerView:
     pool_term: int = 0
     phase: Phase = Phase.TAKING_OVER
     asked_at: float = -math.inf  # when TakeOver or Reconcile was last sent
+    ask: int = 0  # number of the last TakeOver
+    oldest_ask: int = 1  # an answer to one before may be older than what was planned since
     heard_at: float = -math.inf  # its last report, or when it was given a sequence
     running: dict[str, Running] = field(default_factory=dict)
-    placing: set[str] = field(default_factory=set)
+    placing: set[str] = field(default_factory=set)  # a store is asked for their blocks, or has given them
+    following: set[str] = field(default_factory=set)  # chosen for it; they wait for another's blocks
     spares: set[int] = field(default_factory=set)  # sent to the worker and not known to be taken
     num_free: int = 0
     full_at: int = -1  # num_free at which the last sequence did not fit; -1: it is not known to be full
     granting: bool = False
+    taken_call: int = -1  # the newest call by which the store has learnt of taken spares
+    ending_calls: set[int] = field(default_factory=set)  # calls under way that tell the store of ended sequences
+    starved_since: float = math.inf
     handing_over: bool = False
     tokens_per_second: float = 0.0
 
@@ -49,18 +56,31 @@ class WorkerView:
 
     @property
     def num_sequences(self) -> int:
-        return len(self.running) + len(self.placing)
+        return len(self.running) + len(self.placing) + len(self.following)
+
+    def num_slots(self) -> int:
+        """How many sequences more may be placed there: one more than its batch takes, so that no slot waits for a
+        message."""
+        if self.phase is not Phase.READY or self.handing_over or self.full_at >= 0:
+            return 0
+        lookahead = max(1, self.member.max_num_seqs // 16)
+        return max(0, self.member.max_num_seqs + lookahead - self.num_sequences)
 
     def has_room(self) -> bool:
-        """One sequence more than its batch takes may be placed there, so that no slot waits for a message."""
-        if self.phase is not Phase.READY or self.handing_over:
-            return False
-        lookahead = max(1, self.member.max_num_seqs // 16)
-        return self.num_sequences < self.member.max_num_seqs + lookahead and self.full_at < 0
+        return self.num_slots() > 0
 
     def fits(self, num_tokens: int) -> bool:
         """Could it ever run here, alone? Its next token needs a slot too."""
-        return num_tokens < self.member.max_model_len and num_tokens < self.member.num_blocks * self.member.block_size
+        return num_tokens < min(self.member.max_model_len, self.capacity, MAX_TOKENS)
+
+    def num_blocks_for(self, num_tokens: int) -> int:
+        """Without any prefix hit, with a slot for the next token."""
+        return num_tokens // self.member.block_size + 1
+
+    @property
+    def capacity(self) -> int:
+        """Tokens that its pool holds."""
+        return self.member.num_blocks * self.member.block_size
 
     def spare_target(self) -> int:
         """Blocks the spare grant should hold: 2 s of decoding, at most 5 % of the pool, at least one a sequence."""

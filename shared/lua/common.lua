@@ -13,6 +13,8 @@ end
 -- A hint, so the oldest may go.
 local function announce(event) redis.call('XADD', P .. 'events', 'MAXLEN', '~', 1000, '*', 'm', event) end
 
+local function open_queue() redis.pcall('XGROUP', 'CREATE', P .. 'requests', 'schedulers', '0', 'MKSTREAM') end
+
 local function sequence_key(sid) return P .. 's:' .. sid end
 local function request_of(sid) return string.match(sid, '^(.*)%.%d+$') end
 

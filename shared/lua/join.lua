@@ -4,7 +4,7 @@ run_when_full()
 local kind, id, lease_ms, stream_ms, member, event = ARGV[1], ARGV[2], ARGV[3], ARGV[4], ARGV[5], ARGV[6]
 redis.call('SET', P .. 'lease:' .. kind .. ':' .. id, id, 'PX', lease_ms)
 redis.call('HSET', P .. 'members', id, member)
-if kind == 'scheduler' then redis.pcall('XGROUP', 'CREATE', P .. 'requests', 'schedulers', '0', 'MKSTREAM') end
+if kind == 'scheduler' then open_queue() end
 local ids = {}
 for i = 7, #ARGV do
   ids[#ids + 1] = redis.call('XADD', P .. ARGV[i], '*', 'born', id)

@@ -114,8 +114,10 @@ async def _(w: World) -> None:
 @rules.rule("a cancel of a queued sequence is announced", "cancel_if", "if queued then announce(event) end")
 async def _(w: World) -> None:
     await w.admit("r", 2)
+    await w.scripts.cancel_if(["r.0"], 1, CANCELLED)
+    assert await w.events() == [("cancelled", "r.0")]
     await w.scripts.cancel_if(["r.0", "r.1"], 1, CANCELLED)
-    assert ("cancelled", "r") in await w.events()
+    assert await w.events() == [("cancelled", "r.0"), ("cancelled", "r")]
 
 
 @rules.rule(
@@ -127,7 +129,7 @@ async def _(w: World) -> None:
 async def _(w: World) -> None:
     await w.placed()
     await w.scripts.cancel_if(["r.0"], 1, CANCELLED)
-    assert ("cancelled", "r") not in await w.events()
+    assert ("cancelled", "r.0") not in await w.events()
     assert await w.commit(entry()) == [(CommitCode.DONE, 0)]
 
 

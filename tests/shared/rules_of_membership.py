@@ -227,8 +227,7 @@ async def _(w: World) -> None:
 @rules.rule(
     "the queue's group is there when a scheduler has joined",
     "join",
-    "if kind == 'scheduler' then redis.pcall",
-    "if false then redis.pcall",
+    "if kind == 'scheduler' then open_queue() end",
 )
 async def _(w: World) -> None:
     await w.admit("r")
@@ -236,6 +235,24 @@ async def _(w: World) -> None:
     await w.join("scheduler", "s2", "inbox:s2")
     groups = await w.redis.xinfo_groups(w.key("requests"))
     assert [(g["name"], g["last-delivered-id"]) for g in groups] == [(b"schedulers", b"0-0")]
+
+
+@rules.rule(
+    "a queue that Redis has lost is made again, and one that it has is left alone",
+    "open_queue",
+    "open_queue()\n",
+)
+async def _(w: World) -> None:
+    await w.scripts.open_queue()
+    assert await w.exists("requests")
+    await w.admit("r")
+    assert await w.read_queue("s") == 1
+    await w.scripts.open_queue()
+    assert await w.num_pending() == 1 and await w.read_queue("s") == 0
+    assert [g["name"] for g in await w.redis.xinfo_groups(w.key("requests"))] == [b"schedulers"]
+    await w.redis.delete(w.key("requests"))
+    await w.scripts.open_queue()
+    assert await w.exists("requests")
 
 
 # --- messages --------------------------------------------------------------------------------------------------------

@@ -1,0 +1,318 @@
+"""The queue: who is placed next, where, and every step from a header to an assigned sequence. *Pure.*
+
+A sequence that is given up after a store was asked for its blocks releases them whatever the answer was or will be, so
+that a late copy of the question holds nothing.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+
+from services.scheduler.actions import Assign, Finish, ReadRecord
+from services.scheduler.outbound import Outbound
+from services.scheduler.placement import choose_worker
+from services.scheduler.pressure import Pressure
+from services.scheduler.sequence import Queued, QueueState, Running, order_key
+from services.scheduler.worker_view import Phase, WorkerView
+from shared.protocol import Admit, Ended, Ensure, Match, Matched, Outcome, Table
+
+MAX_PLACING = 64  # sequences on their way to a worker at a time
+MATCH_TIMEOUT_S = 0.2
+FOLLOW_TIMEOUT_S = 2.0  # about as long as computing a long prompt takes
+
+PREPARING = (QueueState.READING, QueueState.MATCHING)
+ON_ITS_WAY = (QueueState.ENSURING, QueueState.FOLLOWING, QueueState.ASSIGNING)
+
+
+class Batcher:
+    def __init__(
+        self, workers: Mapping[str, WorkerView], out: Outbound, counts: Counter[str], pressure: Pressure,
+        restart: Callable[[WorkerView], None], *, prefix_caching: bool, max_strikes: int,
+    ) -> None:  # fmt: skip
+        self.queue: dict[str, Queued] = {}
+        self._workers = workers
+        self._out = out
+        self._counts = counts
+        self._pressure = pressure
+        self._restart = restart
+        self._prefix_caching = prefix_caching
+        self._max_strikes = max_strikes
+
+    # --- into the queue and out of it ------------------------------------------------------------------------------
+
+    def enter(self, queued: Queued, now: float) -> None:
+        """Also one that is here already (a claim), in a newer epoch, or an old header of one that runs."""
+        known = self.queue.get(queued.sid)
+        if known is not None and known.epoch >= queued.epoch:
+            return
+        if any(v.running[queued.sid].epoch > queued.epoch for v in self._workers.values() if queued.sid in v.running):
+            return
+        if known is not None:
+            self._give_up(known, now)
+        self.queue[queued.sid] = queued
+
+    def cancel(self, id: str, now: float) -> None:
+        """A sequence, or all of a request."""
+        for sid in [s for s in self.queue if id in (s, s.rpartition(".")[0])]:
+            if self.queue[sid].state is not QueueState.ASSIGNING:  # the script will say that it has ended
+                self._give_up(self.queue.pop(sid), now)
+
+    def forget_running(self, view: WorkerView) -> None:
+        """The worker has shown what it runs: headers of that are old."""
+        for sid, running in view.running.items():
+            queued = self.queue.get(sid)
+            if queued is not None and queued.epoch < running.epoch and queued.state is not QueueState.ASSIGNING:
+                del self.queue[sid]
+
+    def interrupt(self, view: WorkerView) -> None:
+        """What was on its way to this worker waits again; its store will be told what runs, and nothing else."""
+        view.following.clear()
+        view.placing.clear()
+        for queued in self.queue.values():
+            if queued.worker != view.worker:
+                continue
+            if queued.state is QueueState.ASSIGNING:
+                view.placing.add(queued.sid)  # the answer of the script is awaited
+            else:
+                queued.back_to_waiting()
+
+    def end(self, view: WorkerView, ended: Ended) -> None:
+        """The worker has ended a place of which the script's answer is still on its way here."""
+        queued = self.queue.get(ended.sid)
+        if queued is not None and queued.state is QueueState.ASSIGNING and queued.epoch + 1 == ended.epoch:
+            del self.queue[ended.sid]
+            view.placing.discard(ended.sid)
+
+    def _give_up(self, queued: Queued, now: float) -> None:
+        """For where it was going to."""
+        view = self._workers.get(queued.worker)
+        if view is None or queued.state not in ON_ITS_WAY:
+            return
+        view.placing.discard(queued.sid)
+        view.following.discard(queued.sid)
+        if queued.state is not QueueState.ASSIGNING:
+            self._out.calls.drop(queued.sid, queued.epoch + 1)
+            self._out.release(view, now, queued.sid, queued.epoch + 1)
+
+    # --- answers ---------------------------------------------------------------------------------------------------
+
+    def on_record(self, sid: str, ids: bytes | None, salt: bytes) -> None:
+        queued = self.queue.get(sid)
+        if queued is None or queued.state is not QueueState.READING:
+            return
+        if ids is None:
+            del self.queue[sid]
+            return
+        queued.ids, queued.salt, queued.state = ids, salt, QueueState.WAITING
+        queued.num_output_tokens = len(ids) // 4 - queued.num_prompt_tokens
+
+    def on_matched(self, matched: Matched) -> None:
+        call = self._out.calls.answered(matched.call)
+        if not isinstance(call, Match):
+            return
+        for queued in self.queue.values():
+            if queued.state is QueueState.MATCHING and queued.ids == call.ids and matched.worker in queued.asked:
+                queued.matches[matched.worker] = matched.cached_length
+
+    def on_table(self, table: Table, now: float) -> None:
+        call = self._out.calls.answered(table.call)
+        view, queued = self._workers.get(table.worker), self.queue.get(table.sid)
+        if view is None or not isinstance(call, Ensure):
+            return
+        if table.status == "not_ready":
+            self._restart(view)
+            return
+        view.set_free(table.num_free)
+        if queued is None or queued.state is not QueueState.ENSURING or queued.epoch + 1 != table.epoch:
+            self._out.release(view, now, table.sid, table.epoch)
+            return
+        self._counts[f"ensure_{table.status}"] += 1
+        match table.status:
+            case "ok":
+                self._assign(view, queued, table)
+            case "wait":
+                self._follow(view, queued, table, now)
+            case "full":
+                self._give_up(queued, now)
+                queued.back_to_waiting()
+                self._on_full(view, queued, table)
+            case "stale":  # an old header: if it is not, the entry is claimed again
+                self._give_up(self.queue.pop(table.sid), now)
+
+    def _assign(self, view: WorkerView, queued: Queued, table: Table) -> None:
+        queued.state = QueueState.ASSIGNING
+        admit = Admit(
+            sid=table.sid, epoch=table.epoch, pool_term=table.pool_term, cached_length=table.cached_length,
+            block_ids=table.block_ids, alone=self._is_suspect(queued),
+        )  # fmt: skip
+        self._counts["cached_tokens"] += table.cached_length
+        self._out.act(Assign(table.sid, queued.epoch, view.worker, view.term, admit))
+
+    def _follow(self, view: WorkerView, queued: Queued, table: Table, now: float) -> None:
+        """Waits for the leader. One that is not on this worker (any more) is asked about once more: what the store is
+        told of it is on its way; if it still names it, this sequence computes the blocks itself."""
+        if queued.leader == table.leader and not self._leads(view, table.leader):
+            queued.patient = False
+        queued.state, queued.followed_since = QueueState.FOLLOWING, now
+        queued.leader, queued.leader_index = table.leader, table.leader_index
+        view.placing.discard(queued.sid)
+        view.following.add(queued.sid)
+
+    def _leads(self, view: WorkerView, sid: str) -> bool:
+        return sid in view.running or sid in view.placing or sid in view.following
+
+    def _on_full(self, view: WorkerView, queued: Queued, table: Table) -> None:
+        """Nothing is admitted there until more is free; a lower priority gives way."""
+        view.full_at = table.num_free
+        if table.num_needed > view.member.num_blocks:
+            self._refuse(queued, view.capacity)
+        else:
+            self._pressure.preempt(view, below_priority=queued.priority)
+
+    def on_assigned(self, action: Assign, status: str, now: float) -> None:
+        queued: Queued | None = self.queue.get(action.sid)
+        if queued is not None and (queued.epoch != action.epoch or queued.state is not QueueState.ASSIGNING):
+            queued = None
+        view = self._workers.get(action.worker)
+        if view is not None and view.term != action.term:
+            view = None
+        if view is not None and (queued is not None or action.sid not in self.queue):
+            view.placing.discard(action.sid)
+        self._counts["assigned" if status == "ok" else f"assign_{status}"] += 1
+        if status == "ok":
+            if view is not None and queued is not None:
+                view.heard_at = max(view.heard_at, now)
+                view.running[action.sid] = Running(
+                    action.sid, action.epoch + 1, queued.num_tokens, queued.priority, queued.arrival_ms,
+                    suspect=self._is_suspect(queued),
+                )  # fmt: skip
+        elif view is not None and not self._runs(view, action.sid, action.epoch + 1):
+            self._out.release(view, now, action.sid, action.epoch + 1)
+        if queued is not None:
+            if status in ("ok", "stale"):
+                del self.queue[action.sid]
+            else:
+                queued.back_to_waiting()
+
+    def _runs(self, view: WorkerView, sid: str, epoch: int) -> bool:
+        running = view.running.get(sid)
+        return running is not None and running.epoch == epoch
+
+    # --- decisions -------------------------------------------------------------------------------------------------
+
+    def place(self, now: float) -> None:
+        active = (QueueState.FOLLOWING, QueueState.MATCHING)
+        for queued in sorted((q for q in self.queue.values() if q.state in active), key=order_key):
+            if queued.state is QueueState.MATCHING:
+                self._finish_matching(queued, now)
+            else:
+                self._finish_following(queued, now)
+        self._start_waiting(now)
+
+    def _finish_following(self, queued: Queued, now: float) -> None:
+        view = self._workers[queued.worker]
+        if now - queued.followed_since > FOLLOW_TIMEOUT_S:
+            queued.patient = False
+        elif self._still_computes(view, queued):
+            return
+        self._ensure(queued, view, now)
+
+    def _still_computes(self, view: WorkerView, queued: Queued) -> bool:
+        """Is its leader yet to seal the blocks it waits for?"""
+        leader = view.running.get(queued.leader)
+        if leader is not None:
+            return leader.num_sealed <= queued.leader_index
+        return queued.patient and self._leads(view, queued.leader)
+
+    def _finish_matching(self, queued: Queued, now: float) -> None:
+        if len(queued.matches) < len(queued.asked) and now - queued.asked_at < MATCH_TIMEOUT_S:
+            return
+        candidates = self._candidates(queued, (self._workers[w] for w in queued.asked if w in self._workers))
+        if candidates:
+            self._ensure_in_turn(queued, candidates, now)
+        else:
+            queued.back_to_waiting()
+
+    def _start_waiting(self, now: float) -> None:
+        """In order; nobody passes the first one for which there is no room, or for which it is not sure yet."""
+        num_slots = sum(v.num_slots() for v in self._workers.values())
+        num_placing = sum(len(v.placing) for v in self._workers.values())
+        num_preparing = sum(q.state in PREPARING for q in self.queue.values())
+        budget = min(num_slots, MAX_PLACING - num_placing) - num_preparing
+        if budget <= 0:
+            return
+        for queued in sorted((q for q in self.queue.values() if q.state is QueueState.WAITING), key=order_key):
+            if budget <= 0:
+                return
+            if candidates := self._candidates(queued, self._workers.values()):
+                if not self._start(queued, candidates, now):
+                    return
+                budget -= 1
+            elif not self._is_suspect(queued) and not self._refuse_if_never(queued):
+                return
+
+    def _candidates(self, queued: Queued, views: Iterable[WorkerView]) -> list[WorkerView]:
+        """Where it may go now. A suspect of worker deaths goes where no other one is, so that the next death tells
+        which of them it was; others may pass it."""
+        suspect = self._is_suspect(queued)
+        return [
+            v for v in views
+            if v.has_room() and v.fits(queued.num_tokens) and not (suspect and self._has_suspect(v))
+        ]  # fmt: skip
+
+    def _is_suspect(self, queued: Queued) -> bool:
+        return queued.strikes >= self._max_strikes
+
+    def _has_suspect(self, view: WorkerView) -> bool:
+        on_their_way = (self.queue[s] for s in (*view.placing, *view.following) if s in self.queue)
+        return any(r.suspect for r in view.running.values()) or any(map(self._is_suspect, on_their_way))
+
+    def _start(self, queued: Queued, candidates: list[WorkerView], now: float) -> bool:
+        """False if it must wait for the answers to those before it."""
+        if not queued.ids:
+            queued.state = QueueState.READING
+            self._out.act(ReadRecord(queued.sid))
+            return True
+        if len(candidates) == 1 or not self._prefix_caching:
+            return self._ensure_in_turn(queued, candidates, now)
+        queued.state, queued.matches, queued.asked_at = QueueState.MATCHING, {}, now
+        queued.asked = frozenset(v.worker for v in candidates)
+        for view in candidates:
+            self._out.call(view, now, Match, salt=queued.salt, ids=queued.ids)
+        return True
+
+    def _ensure_in_turn(self, queued: Queued, candidates: list[WorkerView], now: float) -> bool:
+        """Where blocks are scarce, one after another: else a later one would take what the first one waits for."""
+        view = self._workers[choose_worker(queued.num_tokens, candidates, queued.matches)]
+        on_their_way = (self.queue[s] for s in view.placing if s in self.queue)
+        asked_for = [q for q in on_their_way if q.state is QueueState.ENSURING]
+        promised = sum(view.num_blocks_for(q.num_tokens) for q in (queued, *asked_for))
+        if asked_for and promised + len(view.running) > view.num_free:
+            return False
+        self._ensure(queued, view, now)
+        return True
+
+    def _ensure(self, queued: Queued, view: WorkerView, now: float) -> None:
+        queued.state, queued.worker = QueueState.ENSURING, view.worker
+        view.following.discard(queued.sid)
+        view.placing.add(queued.sid)
+        self._out.call(
+            view, now, Ensure, sid=queued.sid, epoch=queued.epoch + 1, salt=queued.salt, ids=queued.ids,
+            wait_for_leader=queued.patient and self._prefix_caching, use_cached=self._prefix_caching,
+            keep_free=len(view.running),
+        )  # fmt: skip
+
+    def _refuse_if_never(self, queued: Queued) -> bool:
+        """True (go on with the next) if it was refused: no live worker could ever run it, even alone."""
+        ready = [v for v in self._workers.values() if v.phase is Phase.READY]
+        if not ready or len(ready) < len(self._workers) or any(v.fits(queued.num_tokens) for v in ready):
+            return False
+        self._refuse(queued, max(v.capacity for v in ready))
+        return True
+
+    def _refuse(self, queued: Queued, capacity: int) -> None:
+        self.queue.pop(queued.sid, None)
+        message = f"{queued.num_tokens} tokens and one more do not fit: a worker holds at most {capacity} tokens"
+        outcome = Outcome(reason="error", code="context_length_exceeded", message=message)
+        self._out.act(Finish(queued.sid, queued.epoch, outcome))

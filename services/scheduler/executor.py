@@ -1,0 +1,101 @@
+"""Carries out what the core decides, and tells it what came of that.
+
+Each action may be repeated: one whose reply is lost is done again, and the scripts see to it that nothing happens
+twice. Decides nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+from services.scheduler.actions import Action, Assign, Call, CheckPlaced, Finish, Plan, ReadRecord, Requeue
+from services.scheduler.core import SchedulerCore
+from shared.protocol import Outcome, ProtocolError, encode, pack_ids, split_sequence_id
+from shared.records import Records
+from shared.scripts import Scripts
+
+log = logging.getLogger(__name__)
+
+UNREADABLE = Outcome(reason="error", code="internal_error", message="the request's records cannot be read")
+
+
+class Executor:
+    """on_fenced: called when a worker turns out to be another scheduler's."""
+
+    def __init__(
+        self, scripts: Scripts, records: Records, clock: Callable[[], float], on_fenced: Callable[[], None]
+    ) -> None:
+        self._scripts = scripts
+        self._records = records
+        self._clock = clock
+        self._on_fenced = on_fenced
+
+    async def carry_out(self, action: Action, core: SchedulerCore) -> None:
+        match action:
+            case ReadRecord():
+                await self._read_record(action, core)
+            case Call():
+                await self._call(action, core)
+            case Plan():
+                await self._plan(action, core)
+            case Assign():
+                await self._assign(action, core)
+            case Requeue():
+                await self._scripts.requeue(action.sid, action.epoch)
+            case Finish():
+                await self._scripts.finish(action.sid, action.outcome, action.epoch)
+            case CheckPlaced():
+                await self._check_placed(action, core)
+
+    async def _read_record(self, action: ReadRecord, core: SchedulerCore) -> None:
+        rid, _ = split_sequence_id(action.sid)
+        queued = core.queue.get(action.sid)
+        try:
+            record = await self._records.request(rid)
+            if record is None or queued is None:
+                core.on_record(action.sid, None, b"")
+                return
+            ids = [record.prompt]
+            if queued.epoch > 0:
+                ids += [pack_ids(chunk.ids) for chunk in await self._records.log(action.sid)]
+        except ProtocolError as e:
+            log.error("the records of %s cannot be read: %s", action.sid, e)
+            await self._scripts.finish(action.sid, UNREADABLE)
+            core.on_record(action.sid, None, b"")
+            return
+        core.on_record(action.sid, b"".join(ids), record.spec.salt)
+
+    async def _call(self, action: Call, core: SchedulerCore) -> None:
+        if not await self._scripts.send(f"cache:{action.store}", encode(action.message)):
+            core.lose_store(action.message.worker, action.store)  # the scan finds its successor
+
+    async def _plan(self, action: Plan, core: SchedulerCore) -> None:
+        changes = [encode(c) for c in action.changes]
+        status = await self._scripts.plan("run", action.worker, action.term, changes, action.number)
+        self._check_lease(core, action.worker, action.term, status)
+
+    async def _assign(self, action: Assign, core: SchedulerCore) -> None:
+        admit = encode(action.admit)
+        status = await self._scripts.assign(action.sid, action.epoch, action.worker, action.term, admit)
+        core.on_assigned(action, status, self._clock())
+        self._check_lease(core, action.worker, action.term, status)
+
+    def _check_lease(self, core: SchedulerCore, worker: str, term: int, status: str) -> None:
+        """fenced: another scheduler has the worker. gone: it reads no more, and will come back under another name."""
+        view = core.workers.get(worker)
+        if status in ("fenced", "gone") and view is not None and view.term == term:
+            core.lose_worker(worker)
+        if status == "fenced":
+            self._on_fenced()
+
+    async def _check_placed(self, action: CheckPlaced, core: SchedulerCore) -> None:
+        worker = action.worker
+        for sid in await self._records.placed_on(worker):
+            record = await self._records.sequence(sid)
+            if record is None or record.state != "placed" or record.worker != worker:
+                continue
+            if (sid, record.epoch) in action.shown:
+                core.on_placed(worker, sid, record.epoch, record.priority, record.arrival_ms, record.strikes)
+            else:
+                await self._scripts.requeue(sid, record.epoch)
