@@ -51,6 +51,11 @@ class EngineLoop:
             self._queue.append(change)
             self.lock.notify()
 
+    @property
+    def has_changes(self) -> bool:
+        """Are there some that wait for the present step to end? Under the lock."""
+        return bool(self._queue)
+
     def reset(self) -> None:
         """A new life. Blocks that a step in progress still writes are handed out by no change before it has ended."""
         with self.lock:

@@ -96,7 +96,8 @@ class WorkerLoops:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(period_ms / 1000):
                     await service.lease_became_short.wait()
-                    service.lease_became_short.clear()
+                service.lease_became_short.clear()
+                if not service.beat_is_due:
                     return
         self._beat_missed = True
         await service.heartbeat()

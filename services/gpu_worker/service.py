@@ -33,7 +33,7 @@ from services.gpu_worker.running_set import RunningSet
 from services.gpu_worker.seals import inventory_pages
 from shared import metrics
 from shared.leases import BUSY_LEASE_MS, IDLE_LEASE_MS, Lapsed, StreamLost, new_incarnation
-from shared.protocol import Inventory, Member, Report, RunningState, TakeOver, encode
+from shared.protocol import Admit, Inventory, Member, Report, RunningState, TakeOver, encode
 from shared.records import Records
 from shared.scripts import Scripts
 
@@ -67,6 +67,7 @@ class WorkerService:
         self.commit_s = 0.0  # round trip of the last commit
         self.lease_is_short = False  # as far as is known: BUSY_LEASE_MS, since the last commit or refresh
         self.lease_became_short = asyncio.Event()
+        self.beat_is_due = False  # work has come, whose first step may be long and this process' last: shorten the lease
         self._blocking = blocking or redis
         self._beat = Scripts(heartbeat or redis, model)
         info = engine.info
@@ -146,6 +147,9 @@ class WorkerService:
             if change is not None:
                 self.engine_loop.submit(change)
                 num_changes += 1
+                if isinstance(change.message, Admit) and not self.lease_is_short:
+                    self.lease_is_short = self.beat_is_due = True
+                    self.lease_became_short.set()
         return num_changes
 
     def step(self) -> bool:
@@ -273,8 +277,9 @@ class WorkerService:
         self._check_step()
         await self.start()
         life = self.life
+        self.beat_is_due = False
         with self.engine_loop.lock:
-            busy = self.running.has_work
+            busy = self.running.has_work or self.engine_loop.has_changes
         num_commits, committing = self._num_commits, self._committing
         try:
             await life.membership.refresh(life.reader.last, BUSY_LEASE_MS if busy else IDLE_LEASE_MS)

@@ -16,6 +16,7 @@ from services.gpu_worker.scripted_engine import ScriptedEngine, validate
 from services.gpu_worker.service import EngineHung, WorkerService
 from shared import scripted_vocab as vocab
 from shared.bus import connect
+from shared.leases import BUSY_LEASE_MS
 from shared.protocol import RunningState, TakeOver
 from shared.runtime import Stop
 from tests.gpu_worker.builders import BLOCK_SIZE
@@ -100,6 +101,23 @@ async def test_a_first_token_does_not_wait_for_the_interval(redis_url: str) -> N
             turns.release()
             await wait_until(lambda count=count: _has(bench, sid, count))  # type: ignore[misc]
         assert await running.state(sid) == "done"
+
+
+async def test_the_lease_is_short_from_the_first_step_on(redis_url: str) -> None:
+    """Before there is anything to commit: that step may be a long one, and the worker's last."""
+    turns = threading.Semaphore(0)
+    async with worker_running(redis_url, step_s=1.0, sleep=lambda _: turns.acquire(timeout=10)) as running:
+        bench = running.bench
+        assert await bench.lease_ms() > BUSY_LEASE_MS
+        sid = await bench.place(PROMPT, max_tokens=1)
+
+        async def short() -> bool:
+            return await bench.lease_ms() <= BUSY_LEASE_MS
+
+        await wait_until(short, timeout=1.0)
+        assert (await bench.record(sid)).num_tokens == 0
+        turns.release()
+        await wait_until(lambda: _is(running, sid, "done"))
 
 
 async def _has(bench: WorkerBench, sid: str, count: int) -> bool:
