@@ -67,7 +67,7 @@ class WorkerService:
         self.commit_s = 0.0  # round trip of the last commit
         self.lease_is_short = False  # as far as is known: BUSY_LEASE_MS, since the last commit or refresh
         self.lease_became_short = asyncio.Event()
-        self.beat_is_due = False  # work has come, whose first step may be long and this process' last: shorten the lease
+        self.beat_is_due = False  # work has come, whose first step may be long and the last one: shorten the lease
         self._blocking = blocking or redis
         self._beat = Scripts(heartbeat or redis, model)
         info = engine.info
