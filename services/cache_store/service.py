@@ -83,7 +83,7 @@ class StoreService:
                 log.error("%s: %s", entry.stream, e)
                 continue
             for stream, reply in replies:
-                await self.redis.xadd(self.scripts.key(stream), {"m": encode(reply)}, nomkstream=True)
+                await self.scripts.send(stream, encode(reply))
         if reader is self.reader:
             self._handled = {s: i for s, i in reader.last.items() if s != "events"}
         return len(entries)
@@ -128,8 +128,7 @@ class StoreService:
             return
         question = ListInventory(pool_term=term, reply_to=f"cache:{self.incarnation}")
         if await self.scripts.plan("pool", worker, term, [encode(question)]) == "ok":
-            event = encode(Event(kind="pool", id=worker))
-            await self.redis.xadd(self.scripts.key("events"), {"m": event}, maxlen=1000, approximate=True)
+            await self.scripts.announce(Event(kind="pool", id=worker))
 
     async def heartbeat(self) -> None:
         try:

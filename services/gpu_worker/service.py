@@ -256,7 +256,7 @@ class WorkerService:
                         return
                     life.answers += self._answers(life)
             stream, message = life.answers[0]
-            await self.redis.xadd(self.scripts.key(stream), {"m": encode(message)}, nomkstream=True)
+            await self.scripts.send(stream, encode(message))
             life.answers.popleft()
             if isinstance(message, RunningState):
                 life.inbox, life.run_term = stream.removeprefix("inbox:"), message.term

@@ -170,8 +170,8 @@ async def test_an_answer_is_repeated_and_no_report_overtakes_it(
     await bench.plan(TakeOver(term=bench.term, inbox=SCHEDULER))
     await bench.worker.read_plan(0)
     bench.worker.step()
-    xadd = bench.worker.redis.xadd
-    monkeypatch.setattr(bench.worker.redis, "xadd", losing_reply(xadd, applied=applied))
+    send = bench.worker.scripts.send
+    monkeypatch.setattr(bench.worker.scripts, "send", losing_reply(send, applied=applied))
     with pytest.raises(ConnectionError):
         await bench.worker.flush()
     bench.clock.now += 1.0
@@ -322,13 +322,13 @@ async def test_what_is_drawn_is_committed_before_a_take_over_is_answered(
     await bench.plan(TakeOver(term=bench.term + 1, inbox=SCHEDULER), term=bench.term + 1)
     await bench.worker.read_plan(0)
     bench.worker.step()
-    xadd, states = bench.worker.redis.xadd, []
+    send, states = bench.worker.scripts.send, []
 
-    async def look_and_add(*args: Any, **kwargs: Any) -> Any:
+    async def look_and_send(*args: Any, **kwargs: Any) -> Any:
         states.append((await bench.record(sid)).state)
-        return await xadd(*args, **kwargs)
+        return await send(*args, **kwargs)
 
-    monkeypatch.setattr(bench.worker.redis, "xadd", look_and_add)
+    monkeypatch.setattr(bench.worker.scripts, "send", look_and_send)
     await bench.worker.flush()
     (state,) = [m for m in await bench.inbox() if isinstance(m, RunningState)]
     assert not state.running and states == ["done"]
