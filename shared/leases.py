@@ -7,8 +7,7 @@ Owns how long leases last. Does not own the leases with terms (scheduler on work
 from __future__ import annotations
 
 import secrets
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 from shared.bus import id_key
 from shared.protocol import Member, MemberKind
@@ -35,14 +34,10 @@ def new_incarnation(kind: MemberKind) -> str:
 class Membership:
     """One incarnation. `streams` are those that only it reads, named without the prefix."""
 
-    def __init__(
-        self, scripts: Scripts, member: Member, streams: list[str], clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, scripts: Scripts, member: Member, streams: list[str]) -> None:
         self.scripts = scripts
         self.member = member
         self.streams = streams
-        self._clock = clock
-        self._refreshed_at = 0.0
 
     @property
     def incarnation(self) -> str:
@@ -51,7 +46,6 @@ class Membership:
     async def join(self, lease_ms: int = IDLE_LEASE_MS) -> dict[str, str]:
         """Announces it and makes its streams; the id after which to read each."""
         ids = await self.scripts.join(self.member, lease_ms, self.streams)
-        self._refreshed_at = self._clock()
         return dict(zip(self.streams, ids, strict=True))
 
     async def refresh(self, handled: Mapping[str, str], lease_ms: int = IDLE_LEASE_MS) -> None:
@@ -63,17 +57,9 @@ class Membership:
         last = await self.scripts.refresh(self.member.kind, self.incarnation, lease_ms, own)
         if last is None:
             raise Lapsed(self.incarnation)
-        self._refreshed_at = self._clock()
         for name, last_id in zip(self.streams, last, strict=True):
             if last_id == "" or id_key(last_id) < id_key(own[name]):
                 raise StreamLost(name)
-
-    def due(self, every_ms: int) -> bool:
-        return (self._clock() - self._refreshed_at) * 1000 >= every_ms
-
-    def touched(self) -> None:
-        """A commit has refreshed the lease."""
-        self._refreshed_at = self._clock()
 
     async def leave(self) -> None:
         await self.scripts.gone(self.member.kind, self.incarnation)

@@ -60,7 +60,7 @@ class Inflight:
 
     def _new_membership(self, incarnation: str = "") -> Membership:
         member = Member(kind="gateway", incarnation=incarnation or new_incarnation("gateway"))
-        return Membership(self._scripts, member, [f"out:{member.incarnation}"], self._clock)
+        return Membership(self._scripts, member, [f"out:{member.incarnation}"])
 
     @property
     def incarnation(self) -> str:

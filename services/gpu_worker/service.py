@@ -226,7 +226,6 @@ class WorkerService:
         if answers is None:
             self._end(life, "its lease has lapsed")
             return True
-        life.membership.touched()
         with self.engine_loop.lock:
             for (sid, epoch), reason in self.running.ledger.apply(commit, answers):
                 self.running.dropped(sid, epoch, reason)
