@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 
 import pytest
+import pytest_asyncio
 
 from tests.e2e.clients import Answer, Client
 from tests.e2e.load import USAGE, plain, words
@@ -19,58 +20,60 @@ NUM_BLOCKS = 8
 POOL_TOKENS = NUM_BLOCKS * 16
 
 
-@pytest.fixture
-def tiny_pool() -> dict[str, object]:
-    return {"scripted_num_blocks": NUM_BLOCKS, "max_model_len": 4096, "scripted_step_ms": 2}
+TINY: dict[str, object] = {"scripted_num_blocks": NUM_BLOCKS, "max_model_len": 4096, "scripted_step_ms": 2}
 
 
-async def test_a_prompt_that_can_never_fit_is_told_the_capacity(
-    tiny_pool: dict[str, object], new_stack: NewStack, connect: Connect
-) -> None:
-    async with new_stack(env=tiny_pool) as stack:
-        client = connect(stack.url)
-        started = time.perf_counter()
-        for num_chars in (POOL_TOKENS - 1, POOL_TOKENS, 3000):
-            refused = await client.ask(plain("x" * num_chars))
-            assert refused.status == 400 and refused.error, refused
-            assert refused.error["code"] == "context_length_exceeded" and refused.error["param"] == "prompt"
-            assert f"{POOL_TOKENS} tokens" in refused.error["message"], refused.error
-        assert time.perf_counter() - started < 2
-        assert not stack.state.keys("r:*") or len(stack.state.keys("r:*")) == 1  # the one that asked if all is up
-        longest = await client.ask(plain("x" * (POOL_TOKENS - 2), 50, **USAGE))
-        longest.check()
-        assert longest.text == words("x" * (POOL_TOKENS - 2), 1) and longest.choices[0].finish_reason == "length"
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def tiny(stacks_redis: str, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Stack]:
+    async with Stack(stacks_redis, tmp_path_factory.mktemp("tiny"), env=TINY) as stack:
+        yield stack
 
 
-async def test_an_answer_ends_where_the_pool_does(
-    tiny_pool: dict[str, object], new_stack: NewStack, connect: Connect
-) -> None:
-    async with new_stack(env=tiny_pool) as stack:
-        client = connect(stack.url)
-        answer = await client.ask(plain("x" * 60, 500, **USAGE))
-        answer.check()
-        num_tokens = POOL_TOKENS - 61
-        assert answer.text == words("x" * 60, num_tokens) and answer.choices[0].finish_reason == "length"
-        assert answer.usage and answer.usage["completion_tokens"] == num_tokens
+async def test_a_prompt_that_can_never_fit_is_told_the_capacity(tiny: Stack, connect: Connect) -> None:
+    client = connect(tiny.url)
+    known, started = tiny.state.keys("r:*"), time.perf_counter()
+    for num_chars in (POOL_TOKENS - 1, POOL_TOKENS, 3000):
+        refused = await client.ask(plain("x" * num_chars))
+        assert refused.status == 400 and refused.error, refused
+        assert refused.error["code"] == "context_length_exceeded" and refused.error["param"] == "prompt"
+        assert f"{POOL_TOKENS} tokens" in refused.error["message"], refused.error
+    assert time.perf_counter() - started < 2
+    assert tiny.state.keys("r:*") == known, "nothing is queued that cannot run"
+    longest = await client.ask(plain("x" * (POOL_TOKENS - 2), 50, **USAGE))
+    longest.check()
+    assert longest.text == words("x" * (POOL_TOKENS - 2), 1) and longest.choices[0].finish_reason == "length"
 
 
-@pytest.mark.parametrize("workers", [1, 2])
-async def test_answers_that_do_not_fit_together_take_turns(
-    workers: int, tiny_pool: dict[str, object], new_stack: NewStack, connect: Connect
-) -> None:
+async def test_an_answer_ends_where_the_pool_does(tiny: Stack, connect: Connect) -> None:
+    answer = await connect(tiny.url).ask(plain("x" * 60, 500, **USAGE))
+    answer.check()
+    num_tokens = POOL_TOKENS - 61
+    assert answer.text == words("x" * 60, num_tokens) and answer.choices[0].finish_reason == "length"
+    assert answer.usage and answer.usage["completion_tokens"] == num_tokens
+
+
+async def check_turns(stack: Stack, client: Client) -> None:
     """Each grows to 7 of 8 blocks: some are preempted in mid-stream, and go on where they were."""
-    async with new_stack(env=tiny_pool, workers=workers) as stack:
-        client = connect(stack.url)
-        bodies = [plain(f"takes turns {i}", 90, n=1 + i % 2, temperature=1, seed=i, **USAGE) for i in range(6)]
-        for i, answer in enumerate(await client.ask_all(bodies)):
-            answer.check()
-            for c, choice in answer.choices.items():
-                assert choice.text == words(f"takes turns {i}", 90, i, c)
-        assert all(s.strikes == 0 for s in stack.state.sequences())
+    bodies = [plain(f"takes turns {i}", 90, n=1 + i % 2, temperature=1, seed=i, **USAGE) for i in range(6)]
+    for i, answer in enumerate(await client.ask_all(bodies)):
+        answer.check()
+        for c, choice in answer.choices.items():
+            assert choice.text == words(f"takes turns {i}", 90, i, c)
+    assert all(s.strikes == 0 for s in stack.state.sequences())
+
+
+async def test_answers_that_do_not_fit_together_take_turns(tiny: Stack, connect: Connect) -> None:
+    await check_turns(tiny, connect(tiny.url))
+    assert any(s.epoch > 1 for s in tiny.state.sequences()), "nobody was preempted"
+
+
+async def test_answers_take_turns_on_two_workers(new_stack: NewStack, connect: Connect) -> None:
+    async with new_stack(env=TINY, workers=2) as stack:
+        await check_turns(stack, connect(stack.url))
 
 
 async def test_a_full_queue_says_when_to_come_back(new_stack: NewStack, connect: Connect) -> None:
-    env = {"max_queued_requests": 4, "max_num_seqs": 1, "scripted_step_ms": 20}
+    env = {"max_queued_requests": 4, "max_num_seqs": 1, "scripted_step_ms": 10}
     async with new_stack(env=env) as stack:
         client = connect(stack.url)
         answers = await client.ask_all([plain(f"queued {i}", 20) for i in range(12)])
@@ -90,7 +93,7 @@ async def test_a_queue_full_of_tokens_too(new_stack: NewStack, connect: Connect)
     env = {"max_queued_tokens": 300, "max_num_seqs": 1, "scripted_step_ms": 20}
     async with new_stack(env=env) as stack:
         client = connect(stack.url)
-        running = [client.begin(plain(f"runs {i}", 100)) for i in range(2)]
+        running = [client.begin(plain(f"runs {i}", 60)) for i in range(2)]
         await wait_until(lambda: len(stack.state.running()) == 2)
         waiting = client.begin(plain("w" * 250, 3))
         await wait_until(lambda: stack.state.num_queued() == 1)

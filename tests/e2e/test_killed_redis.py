@@ -29,7 +29,7 @@ async def test_everybody_waits_and_goes_on(
     with OwnRedis(tmp_path / "redis") as server:
         async with new_stack(redis_url=server.url, workers=2, gateways=2, env=SLOW) as stack:
             answering = connect(stack.url_of(0)).begin_all(mixed("load"))
-            long = connect(stack.url_of(1)).begin_all([plain(f"long {i}", 200, **USAGE) for i in range(4)])
+            long = connect(stack.url_of(1)).begin_all([plain(f"long {i}", 120, **USAGE) for i in range(4)])
             await wait_until(lambda: sum(s.num_tokens > 3 for s in stack.state.running()) > 15)
             server.kill()
             late = connect(stack.url_of(1)).begin(plain("sent while it is away"))
@@ -41,7 +41,7 @@ async def test_everybody_waits_and_goes_on(
                 assert answer.essence() == same.essence()
             for i, answer in enumerate(await long):
                 answer.check()
-                assert answer.text == words(f"long {i}", 200)
+                assert answer.text == words(f"long {i}", 120)
             pause = max(a.longest_pause_s() for a in [*answers, *await long] if a.body.get("stream"))
             log.warning("Redis was away for %.1f s: longest pause of a client %.2f s", away_s, pause)
             answer = await late

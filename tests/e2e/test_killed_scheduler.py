@@ -21,6 +21,7 @@ log = logging.getLogger(__name__)
 NewStack = Callable[..., Stack]
 Connect = Callable[[str], Client]
 SLOW = {"scripted_step_ms": 20, "scripted_token_ms": 1}
+LONG = 250  # tokens: more than are granted ahead
 LEASES: dict[MemberKind, str] = {"scheduler": "run", "store": "pool"}
 
 
@@ -93,7 +94,7 @@ async def test_another_one_takes_over(
     finish on the workers that they are on."""
     async with new_stack(workers=2, schedulers=2, stores=2, env=SLOW) as stack:
         client = connect(stack.url)
-        long = client.begin_all([plain(f"long {i}", 400, **USAGE) for i in range(4)])
+        long = client.begin_all([plain(f"long {i}", LONG, **USAGE) for i in range(4)])
         answering, running = await all_decoding(stack, client)
         owner = stack.state.owner(LEASES[kind], running[0].worker)
         killed_at = stack.kill(stack.by_incarnation(owner))
@@ -103,7 +104,7 @@ async def test_another_one_takes_over(
         check_same(await answering, undisturbed)
         for i, answer in enumerate(await long):
             answer.check()
-            assert answer.text == words(f"long {i}", 400)
+            assert answer.text == words(f"long {i}", LONG)
         assert places(stack, running) == places_of(running), "something was run twice"
         await wait_until(stack.state.all_leased)
 
@@ -115,7 +116,7 @@ async def test_stopped_until_another_has_taken_over(
     """What it still believes when it goes on does no harm: nothing is lost, and nothing is run twice."""
     async with new_stack(workers=2, schedulers=2, stores=2, env=SLOW) as stack:
         client = connect(stack.url)
-        long = client.begin_all([plain(f"long {i}", 500, **USAGE) for i in range(4)])
+        long = client.begin_all([plain(f"long {i}", LONG, **USAGE) for i in range(4)])
         answering, running = await all_decoding(stack, client)
         worker = running[0].worker
         stopped = stack.by_incarnation(stack.state.owner(LEASES[kind], worker))
@@ -125,7 +126,7 @@ async def test_stopped_until_another_has_taken_over(
             check_same(await answering, undisturbed)
         again = await client.ask_all(mixed("load"))
         check_same(again, undisturbed)
-        for name, num_tokens, answers in (("long", 500, await long), ("meanwhile", NUM_TOKENS, await meanwhile)):
+        for name, num_tokens, answers in (("long", LONG, await long), ("meanwhile", NUM_TOKENS, await meanwhile)):
             for i, answer in enumerate(answers):
                 answer.check()
                 assert answer.text == words(f"{name} {i}", num_tokens)
