@@ -39,7 +39,7 @@ class TilePlan:
     num_rows_padded: int  # M
     q_index: torch.Tensor  # int64 [items * Hkv * M]: rows of q seen as [N * Hq, D]
     kv_index: torch.Tensor  # int64 [items * Hkv * TILE / block_size]: rows of a cache seen as [blocks * Hkv, ...]
-    hidden: torch.Tensor  # bool [items, 1, M, TILE]: keys after the row's position
+    mask: torch.Tensor  # float32 [items, 1, M, TILE]: minus infinity for keys after the row's position, else 0
     item_group: torch.Tensor  # int64 [items], ascending; the tiles of a group in order
     group_items: torch.Tensor  # int64 [groups * most tiles of one]: its items, the first repeated to fill up
     out_index: torch.Tensor  # int64 [rows * Hq]: rows of the result seen as [groups * Hkv * M, D]
@@ -65,7 +65,8 @@ def _tiled(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, plan: 
     queries = q.reshape(-1, dim).index_select(0, plan.q_index).view(-1, m, dim)
     keys = _tiles(k_cache, plan.kv_index)
     scores = torch.bmm(queries, keys.transpose(1, 2))  # [items * Hkv, M, TILE]
-    scores.view(num_items, num_kv_heads, m, TILE).masked_fill_(plan.hidden, -torch.inf)
+    # A masked slot is zero, or holds a later token of the same sequence (see kv_write): adding is enough.
+    scores.view(num_items, num_kv_heads, m, TILE).add_(plan.mask)
     by_item = scores.view(num_items, num_kv_heads * m, TILE)
     by_item.sub_(_row_max(by_item, plan).unsqueeze(-1)).exp_()
     values = torch.bmm(scores, _tiles(v_cache, plan.kv_index))  # [items * Hkv, M, D]
@@ -92,7 +93,7 @@ def _row_max(scores: torch.Tensor, plan: TilePlan) -> torch.Tensor:
 
 
 def _sum_tiles(parts: torch.Tensor, plan: TilePlan) -> torch.Tensor:
-    """[items, X] -> [groups, X]; index_add_ adds one item after the other, so the tiles of a group in order."""
+    """[items, X] -> [groups, X]; index_add_ adds a group's items one after the other, so its tiles in order."""
     if plan.item_group.numel() == plan.num_groups:
         return parts
     return parts.new_zeros(plan.num_groups, parts.shape[1]).index_add_(0, plan.item_group, parts)

@@ -17,7 +17,6 @@ import torch
 from kernels.paged_attention import TILE, QuerySpan, TilePlan
 
 PREFILL_GROUP_ROWS = 32
-ROW_MULTIPLE = 8  # the rows of a matrix product in attention come in multiples of this, see kernels/matmul_dense.py
 PLAN_BYTES = 64 << 20  # of gathered keys, values and scores that one plan may take
 
 Index = npt.NDArray[np.int64]
@@ -25,7 +24,11 @@ Index = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Geometry:
-    """What the index tensors depend on. The block num_blocks exists too and always holds zeros."""
+    """What the index tensors depend on. The block num_blocks exists too and always holds zeros.
+
+    decode_group_rows and row_multiple (of the rows of a matrix product) are the smallest with which a row's bits do
+    not depend on the shape it is computed in, see `kernels.paged_attention.shapes_agree`.
+    """
 
     num_blocks: int
     block_size: int
@@ -34,12 +37,13 @@ class Geometry:
     head_dim: int
     vocab_size: int
     max_model_len: int
-    decode_group_rows: int = 1  # or PREFILL_GROUP_ROWS, where shapes show in the bits
+    decode_group_rows: int = 1
+    row_multiple: int = 8
 
     def padded_group_rows(self, group_rows: int) -> int:
         """Rows of a group in one KV head's matrix products: query rows times the query heads that share it."""
         rows = group_rows * (self.num_heads // self.num_kv_heads)
-        return -(-rows // ROW_MULTIPLE) * ROW_MULTIPLE
+        return -(-rows // self.row_multiple) * self.row_multiple
 
 
 def plan_attention(spans: Seq[QuerySpan], geometry: Geometry) -> Iterator[TilePlan]:
@@ -98,7 +102,9 @@ def _plan(groups: list[QuerySpan], padded: int, geometry: Geometry) -> TilePlan:
         num_rows_padded=padded,
         q_index=_flat(q_index[item_group]),
         kv_index=_flat(_kv_index(groups, item_group, item_tile, int(num_tiles.max()), geometry)),
-        hidden=torch.from_numpy(np.arange(TILE) > visible[:, None, :, None]),
+        mask=torch.from_numpy(
+            np.where(np.arange(TILE) > visible[:, None, :, None], np.float32(-np.inf), np.float32(0))
+        ),
         item_group=torch.from_numpy(item_group),
         group_items=_flat(np.where(span_tiles == np.arange(num_tiles.max()), span_tiles, 0) + first_items[:, None]),
         out_index=_flat(np.concatenate([_out_rows(i, g.num_rows, padded, geometry) for i, g in enumerate(groups)])),

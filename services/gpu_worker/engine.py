@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence as Seq
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -116,21 +117,22 @@ def context_length(config: ModelConfig, asked: int | None) -> int:
 
 
 def _geometry(config: ModelConfig, num_blocks: int, block_size: int, max_model_len: int) -> Geometry:
-    def of(decode_group_rows: int) -> Geometry:
-        return Geometry(
-            num_blocks=num_blocks,
-            block_size=block_size,
-            num_heads=config.num_heads,
-            num_kv_heads=config.num_kv_heads,
-            head_dim=config.head_dim,
-            vocab_size=config.vocab_size,
-            max_model_len=max_model_len,
-            decode_group_rows=decode_group_rows,
-        )
-
-    geometry = of(1)
-    sizes = tuple(geometry.padded_group_rows(rows) for rows in (1, PREFILL_GROUP_ROWS))
-    return geometry if shapes_agree(sizes, config.head_dim) else of(PREFILL_GROUP_ROWS)
+    """With the cheapest shapes of attention that give a row the same bits in decoding and in prefill."""
+    geometry = Geometry(
+        num_blocks=num_blocks,
+        block_size=block_size,
+        num_heads=config.num_heads,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        vocab_size=config.vocab_size,
+        max_model_len=max_model_len,
+    )
+    for row_multiple in (4, 8):
+        geometry = replace(geometry, row_multiple=row_multiple)
+        sizes = tuple(geometry.padded_group_rows(rows) for rows in (1, PREFILL_GROUP_ROWS))
+        if shapes_agree(sizes, config.head_dim):
+            return geometry
+    return replace(geometry, decode_group_rows=PREFILL_GROUP_ROWS)
 
 
 def _draw(chunk: Chunk) -> Draw:

@@ -59,7 +59,7 @@ def test_every_row_is_planned_once(sizes: list[tuple[int, int, bool]], seed: int
     assert sum(p.out_index.numel() for p in inputs.plans) == 4 * inputs.num_rows == 4 * sum(c.count for c in chunks)
     row = 0
     for plan in inputs.plans:
-        seen = (~plan.hidden).sum(-1)[:, 0]  # keys seen by item and padded row
+        seen = (plan.mask == 0).sum(-1)[:, 0]  # keys seen by item and padded row
         by_group = torch.zeros(plan.num_groups, plan.num_rows_padded, dtype=torch.int64)
         by_group.index_add_(0, plan.item_group, seen)
         queries = torch.zeros(plan.num_groups, 2 * plan.num_rows_padded, dtype=torch.int64)
@@ -69,7 +69,7 @@ def test_every_row_is_planned_once(sizes: list[tuple[int, int, bool]], seed: int
             assert by_group[group, head_and_row % plan.num_rows_padded] == inputs.positions[row // 4] + 1
             assert queries[group, head_and_row] == row
             row += 1
-        assert plan.hidden.shape[-1] == TILE
+        assert plan.mask.shape[-1] == TILE
     assert row == 4 * inputs.num_rows
 
 

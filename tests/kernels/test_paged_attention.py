@@ -16,10 +16,10 @@ from tests.kernels.threads import torch_threads
 NUM_BLOCKS = 60
 
 
-def geometry(heads: int = 6, kv_heads: int = 2, dim: int = 16, block_size: int = 16) -> Geometry:
+def geometry(heads: int = 6, kv_heads: int = 2, dim: int = 16, block_size: int = 16, row_multiple: int = 8) -> Geometry:
     return Geometry(
         num_blocks=NUM_BLOCKS, block_size=block_size, num_heads=heads, num_kv_heads=kv_heads, head_dim=dim,
-        vocab_size=10, max_model_len=1000,
+        vocab_size=10, max_model_len=1000, row_multiple=row_multiple,
     )  # fmt: skip
 
 
@@ -86,11 +86,20 @@ def test_float16_cache() -> None:
 
 
 @pytest.mark.parametrize(
-    "g", [geometry(), geometry(heads=9, kv_heads=3, dim=64), geometry(heads=8, kv_heads=8)], ids=str
+    "g",
+    [
+        geometry(),
+        geometry(heads=9, kv_heads=3, dim=64),
+        geometry(heads=8, kv_heads=8),
+        geometry(heads=9, kv_heads=3, dim=64, row_multiple=4),
+    ],
+    ids=str,
 )
 def test_a_row_has_one_result(g: Geometry) -> None:
     """The same query at the same position: decoded alone, in a batch, inside chunks cut in every way; by bits."""
     torch.manual_seed(1)
+    if not shapes_agree((g.padded_group_rows(1), g.padded_group_rows(PREFILL_GROUP_ROWS)), g.head_dim):
+        pytest.skip("this machine's products show these shapes")
     k, v = caches(g)
     total = 200
     whole = spans_of([(0, total)], g)[0]
