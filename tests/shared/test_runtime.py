@@ -12,7 +12,7 @@ import pytest
 from redis.exceptions import BusyLoadingError, ConnectionError, TimeoutError
 
 from shared import bus
-from shared.runtime import Stop, forever, run_until_stopped
+from shared.runtime import Stop, forever, run_until_stopped, wait_for_event
 from tests.helpers import wait_until
 
 ROOT = Path(__file__).parents[2]
@@ -69,6 +69,14 @@ async def test_any_other_failure_ends_the_loop() -> None:
 async def test_waiting_for_redis_ends_when_stopped() -> None:
     stop = Stop()
     await forever("x", Steps(stop, ConnectionError("x"), ConnectionError("x")).step, stop)
+
+
+async def test_an_event_is_waited_for_no_longer_than_asked() -> None:
+    event = asyncio.Event()
+    await wait_for_event(event, 0.001)
+    waiting = asyncio.ensure_future(wait_for_event(event, 600))
+    event.set()
+    await waiting
 
 
 class Loop:
