@@ -7,14 +7,15 @@ that a late copy of the question holds nothing.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 
 from services.scheduler.actions import Assign, Finish, ReadRecord
 from services.scheduler.outbound import Outbound
 from services.scheduler.placement import choose_worker
 from services.scheduler.pressure import Pressure
+from services.scheduler.room import Room
 from services.scheduler.sequence import Queued, QueueState, Running, order_key
-from services.scheduler.worker_view import Phase, WorkerView
+from services.scheduler.worker_view import WorkerView
 from shared.protocol import Admit, Ended, Ensure, Match, Matched, Outcome, Table
 
 MAX_PLACING = 64  # sequences on their way to a worker at a time
@@ -37,7 +38,7 @@ class Batcher:
         self._pressure = pressure
         self._restart = restart
         self._prefix_caching = prefix_caching
-        self._max_strikes = max_strikes
+        self._room = Room(workers, self.queue, max_strikes)
 
     # --- into the queue and out of it ------------------------------------------------------------------------------
 
@@ -144,7 +145,7 @@ class Batcher:
         queued.state = QueueState.ASSIGNING
         admit = Admit(
             sid=table.sid, epoch=table.epoch, pool_term=table.pool_term, cached_length=table.cached_length,
-            block_ids=table.block_ids, alone=self._is_suspect(queued),
+            block_ids=table.block_ids, alone=self._room.is_suspect(queued),
         )  # fmt: skip
         self._counts["cached_tokens"] += table.cached_length
         self._out.act(Assign(table.sid, queued.epoch, view.worker, view.term, admit))
@@ -185,7 +186,7 @@ class Batcher:
                 view.heard_at = max(view.heard_at, now)
                 view.running[action.sid] = Running(
                     action.sid, action.epoch + 1, queued.num_tokens, queued.priority, queued.arrival_ms,
-                    suspect=self._is_suspect(queued),
+                    suspect=self._room.is_suspect(queued),
                 )  # fmt: skip
         elif view is not None and not self._runs(view, action.sid, action.epoch + 1):
             self._out.release(view, now, action.sid, action.epoch + 1)
@@ -228,7 +229,7 @@ class Batcher:
     def _finish_matching(self, queued: Queued, now: float) -> None:
         if len(queued.matches) < len(queued.asked) and now - queued.asked_at < MATCH_TIMEOUT_S:
             return
-        candidates = self._candidates(queued, (self._workers[w] for w in queued.asked if w in self._workers))
+        candidates = self._room.candidates(queued, queued.asked)
         if candidates:
             self._ensure_in_turn(queued, candidates, now)
         else:
@@ -245,28 +246,12 @@ class Batcher:
         for queued in sorted((q for q in self.queue.values() if q.state is QueueState.WAITING), key=order_key):
             if budget <= 0:
                 return
-            if candidates := self._candidates(queued, self._workers.values()):
+            if candidates := self._room.candidates(queued, self._workers):
                 if not self._start(queued, candidates, now):
                     return
                 budget -= 1
-            elif not self._is_suspect(queued) and not self._refuse_if_never(queued):
+            elif not self._refuse_if_never(queued) and not self._room.is_suspect(queued):
                 return
-
-    def _candidates(self, queued: Queued, views: Iterable[WorkerView]) -> list[WorkerView]:
-        """Where it may go now. A suspect of worker deaths goes where no other one is, so that the next death tells
-        which of them it was; others may pass it."""
-        suspect = self._is_suspect(queued)
-        return [
-            v for v in views
-            if v.has_room() and v.fits(queued.num_tokens) and not (suspect and self._has_suspect(v))
-        ]  # fmt: skip
-
-    def _is_suspect(self, queued: Queued) -> bool:
-        return queued.strikes >= self._max_strikes
-
-    def _has_suspect(self, view: WorkerView) -> bool:
-        on_their_way = (self.queue[s] for s in (*view.placing, *view.following) if s in self.queue)
-        return any(r.suspect for r in view.running.values()) or any(map(self._is_suspect, on_their_way))
 
     def _start(self, queued: Queued, candidates: list[WorkerView], now: float) -> bool:
         """False if it must wait for the answers to those before it."""
@@ -283,12 +268,8 @@ class Batcher:
         return True
 
     def _ensure_in_turn(self, queued: Queued, candidates: list[WorkerView], now: float) -> bool:
-        """Where blocks are scarce, one after another: else a later one would take what the first one waits for."""
         view = self._workers[choose_worker(queued.num_tokens, candidates, queued.matches)]
-        on_their_way = (self.queue[s] for s in view.placing if s in self.queue)
-        asked_for = [q for q in on_their_way if q.state is QueueState.ENSURING]
-        promised = sum(view.num_blocks_for(q.num_tokens) for q in (queued, *asked_for))
-        if asked_for and promised + len(view.running) > view.num_free:
+        if self._room.must_wait(queued, view):
             return False
         self._ensure(queued, view, now)
         return True
@@ -304,11 +285,10 @@ class Batcher:
         )  # fmt: skip
 
     def _refuse_if_never(self, queued: Queued) -> bool:
-        """True (go on with the next) if it was refused: no live worker could ever run it, even alone."""
-        ready = [v for v in self._workers.values() if v.phase is Phase.READY]
-        if not ready or len(ready) < len(self._workers) or any(v.fits(queued.num_tokens) for v in ready):
+        capacity = self._room.too_small_for(queued)
+        if capacity is None:
             return False
-        self._refuse(queued, max(v.capacity for v in ready))
+        self._refuse(queued, capacity)
         return True
 
     def _refuse(self, queued: Queued, capacity: int) -> None:
