@@ -59,12 +59,12 @@ class Batcher:
             if self.queue[sid].state is not QueueState.ASSIGNING:  # the script will say that it has ended
                 self._give_up(self.queue.pop(sid), now)
 
-    def forget_running(self, view: WorkerView) -> None:
+    def forget_running(self, view: WorkerView, now: float) -> None:
         """The worker has shown what it runs: headers of that are old."""
         for sid, running in view.running.items():
             queued = self.queue.get(sid)
             if queued is not None and queued.epoch < running.epoch and queued.state is not QueueState.ASSIGNING:
-                del self.queue[sid]
+                self._give_up(self.queue.pop(sid), now)
 
     def interrupt(self, view: WorkerView) -> None:
         """What was on its way to this worker waits again; its store will be told what runs, and nothing else."""
@@ -168,7 +168,7 @@ class Batcher:
         view.full_at = table.num_free
         if table.num_needed > view.member.num_blocks:
             self._refuse(queued, view.capacity)
-        else:
+        elif not view.ending_calls:  # else more may be free than the answer says
             self._pressure.preempt(view, below_priority=queued.priority)
 
     def on_assigned(self, action: Assign, status: str, now: float) -> None:

@@ -108,7 +108,7 @@ class SchedulerCore:
             case RunningState():
                 self._takeover.on_running_state(message, now)
                 if message.worker in self.workers:
-                    self._batcher.forget_running(self.workers[message.worker])
+                    self._batcher.forget_running(self.workers[message.worker], now)
             case Reconciled():
                 self._takeover.on_reconciled(message)
             case Table():

@@ -112,6 +112,8 @@ class Takeover:
             call = self._out.update(view, now, taken=report.taken, seals=report.seals, released=tuple(released))
             if released and call is not None:
                 view.ending_calls.add(call)
+        if view.phase is Phase.READY and any(e.reason == "refused" for e in report.ended):
+            self.restart(view)  # worker and store disagree on who holds what: the same would be refused again
         return view
 
     def on_updated(self, reply: Updated, now: float) -> None:

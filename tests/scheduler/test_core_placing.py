@@ -343,6 +343,21 @@ def test_a_lower_priority_gives_way() -> None:
     assert [c for c in changes(h.until_quiet()) if isinstance(c, Preempt)] == [Preempt(sid="low.0", epoch=1)]
 
 
+def test_nobody_gives_way_while_an_end_is_being_told() -> None:
+    h = Hand()
+    h.run("low.0", priority=5)
+    h.run("ending.0")
+    ensure = h.ensure("r.0")
+    h.report(ended=(("ending.0", 1, "stop"),))
+    (update,) = calls(h.decide(), Update)
+    h.answer(ensure, status="full", num_needed=3, num_free=2)
+    assert changes(h.until_quiet()) == []
+    h.answer(update, num_free=2)
+    (again,) = calls(h.until_quiet(), Ensure)
+    h.answer(again, status="full", num_needed=3, num_free=2)
+    assert changes(h.until_quiet()) == [Preempt(sid="low.0", epoch=1)]
+
+
 def test_an_equal_priority_does_not_give_way() -> None:
     h = Hand()
     h.run("same.0")

@@ -154,6 +154,16 @@ def test_headers_of_what_a_worker_shows_are_dropped() -> None:
     assert set(h.core.queue) == {"b.0"}  # queued again since
 
 
+def test_an_old_header_on_its_way_to_another_worker_is_given_up_there() -> None:
+    h = Hand("w1", "w2", prefix_caching=False)
+    ensure = h.ensure("a.0")
+    other = "w2" if ensure.worker == "w1" else "w1"
+    h.core.set_store(other, "c2", 6)
+    h.make_ready(other, row("a.0", epoch=1))
+    assert not h.view(ensure.worker).placing and "a.0" not in h.core.queue
+    assert [(u.worker, u.released) for u in h.pending(Update)] == [(ensure.worker, (("a.0", 1),))]
+
+
 def test_the_same_store_is_no_news() -> None:
     h = Hand()
     h.core.set_store("w", "c", 5)
@@ -217,6 +227,19 @@ def test_what_ended_only_there_is_queued_again(reason: str) -> None:
     h.report(ended=(("a.0", 1, reason),))
     actions = h.decide()
     assert only(actions, Requeue) == [Requeue("a.0", 1)] and calls(actions, Update)[0].released == (("a.0", 1),)
+
+
+def test_a_refusal_makes_worker_and_store_agree_anew() -> None:
+    """They disagree on who holds what: the same blocks would be given, and refused, again and again."""
+    h = Hand()
+    h.run("a.0")
+    h.until_quiet()
+    h.report(ended=(("a.0", 1, "refused"),))
+    h.queue("a.0", epoch=1)
+    actions = h.until_quiet()
+    assert [type(c) for c in changes(actions)] == [TakeOver] and calls(actions, Ensure) == []
+    h.make_ready()
+    assert [e.epoch for e in calls(h.until_quiet(), Ensure)] == [2]
 
 
 @pytest.mark.parametrize("reason", ["stop", "length", "cancelled", "error", "stale"])
