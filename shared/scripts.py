@@ -16,6 +16,7 @@ from typing import Any
 
 from redis.asyncio import Redis
 from redis.commands.core import AsyncScript
+from redis.exceptions import NoScriptError
 
 from shared.protocol import (
     MAJOR,
@@ -85,7 +86,10 @@ class Scripts:
         script = self._scripts.get(name)
         if script is None:
             script = self._scripts[name] = self.redis.register_script(self.source(name))
-        return await script(keys=[self.prefix], args=args)
+        try:
+            return await script(keys=[self.prefix], args=args)
+        except NoScriptError:  # Redis was restarted once more between its loading and its call
+            return await self.redis.eval(self.source(name), 1, self.prefix, *args)
 
     # --- requests ------------------------------------------------------------------------------------------------
 

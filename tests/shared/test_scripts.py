@@ -61,6 +61,22 @@ async def test_scripts_are_loaded_again_after_redis_has_forgotten_them(any_redis
         assert await w.scripts.take_lease("run", "w", "s", HOUR_MS) == (1, "s")
 
 
+async def test_a_script_that_is_forgotten_as_soon_as_it_is_loaded(
+    redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with world_at(redis_url) as w:
+        load = w.redis.script_load
+
+        async def load_in_vain(source: str) -> str:
+            sha: str = await load(source)
+            await w.redis.script_flush()
+            return sha
+
+        await w.redis.script_flush()
+        monkeypatch.setattr(w.redis, "script_load", load_in_vain)
+        assert await w.scripts.take_lease("run", "w", "s", HOUR_MS) == (1, "s")
+
+
 async def restricted(w: World, url: str, scripts: type[Scripts] = Scripts) -> None:
     """The whole life by a user who may touch only keys with the prefix."""
     await w.redis.execute_command("ACL", "SETUSER", "guest", "reset", "on", ">secret", "+@all", f"~{w.scripts.prefix}*")
