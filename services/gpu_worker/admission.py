@@ -78,8 +78,8 @@ def whats_wrong(seq: Sequence, info: EngineInfo, validate: Validate) -> str:
     """Why no worker of this kind can run it, for the client; empty if this one can."""
     if seq.num_prompt_tokens < 1:
         return "prompt: empty"
-    if seq.num_prompt_tokens >= info.max_model_len:
-        return f"prompt: {seq.num_prompt_tokens} tokens and one more exceed the context of {info.max_model_len}"
+    if seq.num_prompt_tokens >= info.max_num_tokens:
+        return f"prompt: {seq.num_prompt_tokens} tokens and one more are more than the {info.max_num_tokens} that fit"
     if max(seq.token_ids) >= info.vocab_size:
         return f"prompt: a token id is outside the vocabulary of {info.vocab_size}"
     return validate(seq.params, info.vocab_size) or ""
@@ -106,7 +106,7 @@ def why_refused(admit: Admit, seq: Sequence, pool_term: int, blocks: BlockMap, s
     return ""
 
 
-def finish_reason(seq: Sequence, max_model_len: int) -> str:
+def finish_reason(seq: Sequence, max_num_tokens: int) -> str:
     """Why the sequence is over after its last token, or "" if it goes on.
 
     A stop token counts from position min_tokens on, and even where it is also the last token allowed.
@@ -114,6 +114,6 @@ def finish_reason(seq: Sequence, max_model_len: int) -> str:
     position = seq.num_output_tokens - 1
     if position >= 0 and position >= seq.params.min_tokens and seq.token_ids[-1] in seq.params.stop_token_ids:
         return "stop"
-    if seq.num_output_tokens >= seq.params.max_tokens or len(seq.token_ids) >= max_model_len:
+    if seq.num_output_tokens >= seq.params.max_tokens or len(seq.token_ids) >= max_num_tokens:
         return "length"
     return ""

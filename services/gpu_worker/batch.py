@@ -68,6 +68,12 @@ class EngineInfo:
     num_blocks: int
     device: str
 
+    @property
+    def max_num_tokens(self) -> int:
+        """Of one sequence, prompt and output: the context, or what the pool holds. A sequence that has so many can be
+        taken up again nowhere, so it ends there, wherever it runs."""
+        return min(self.max_model_len, self.num_blocks * self.block_size)
+
 
 class Engine(Protocol):
     """Synchronous; runs in the engine thread. Knows neither Redis nor HTTP nor scheduling."""

@@ -153,7 +153,7 @@ class RunningSet:
             return
         seq = sequence_of(admit, admission)
         problem = whats_wrong(seq, self.info, self._validate)
-        reason = "" if problem else finish_reason(seq, self.info.max_model_len)
+        reason = "" if problem else finish_reason(seq, self.info.max_num_tokens)
         if problem or reason:  # over before it begins: holds nothing, says so through the log
             self.ledger.open(seq, admission.logprobs)
             self._conclude(seq, "error" if problem else reason, "invalid_request" if problem else "", problem)
@@ -270,7 +270,7 @@ class RunningSet:
                 continue
             seq.token_ids.append(token.token_id)
             self.ledger.drew(seq, token)
-            reason = finish_reason(seq, self.info.max_model_len)
+            reason = finish_reason(seq, self.info.max_num_tokens)
             if reason:
                 self._conclude(seq, reason)
 

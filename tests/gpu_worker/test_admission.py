@@ -88,4 +88,4 @@ def test_finish_reason(num_output: int, params: dict[str, Any], reason: str) -> 
     seq = make_sequence(6, num_output, **params)
     if stop:
         seq.params = make_params(**params, stop_token_ids=(seq.token_ids[-1],))
-    assert finish_reason(seq, max_model_len=20) == reason
+    assert finish_reason(seq, max_num_tokens=20) == reason

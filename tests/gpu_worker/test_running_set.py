@@ -19,7 +19,17 @@ from shared.protocol import (
     TakeOver,
     decode_as,
 )
-from tests.gpu_worker.builders import admit, apply, ended, make_admit, make_engine, make_running, run_dry, step
+from tests.gpu_worker.builders import (
+    BLOCK_SIZE,
+    admit,
+    apply,
+    ended,
+    make_admit,
+    make_engine,
+    make_running,
+    run_dry,
+    step,
+)
 
 PROMPT = b"abcdef"  # one block of 4 and a half
 
@@ -79,6 +89,14 @@ def test_a_full_context_ends_it() -> None:
     admit(running, PROMPT, block_ids=(0, 1, 2), max_tokens=100)
     run_dry(running, make_engine(running))
     assert outcome_of(running) == Outcome(reason="length", num_tokens=3)
+
+
+def test_a_full_pool_ends_it_where_it_could_not_be_taken_up_again() -> None:
+    """With one token more its next place would need a block that no pool of this size has."""
+    running = make_running(num_blocks=3)
+    admit(running, PROMPT, block_ids=(0, 1, 2), max_tokens=100)
+    run_dry(running, make_engine(running))
+    assert outcome_of(running) == Outcome(reason="length", num_tokens=3 * BLOCK_SIZE - len(PROMPT))
 
 
 @pytest.mark.parametrize(
