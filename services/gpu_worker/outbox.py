@@ -42,7 +42,7 @@ class Outbox:
         return self._version != self._told
 
     def touch(self) -> None:
-        """The running set has changed in a way that a decision waits for."""
+        """Something has changed that a decision waits for; the rest goes along within `pacing.REPORT_S`."""
         self._version += 1
 
     def took(self, taken: Taken) -> None:

@@ -254,6 +254,8 @@ class RunningSet:
         self.blocks.hold(seq.sid, [block_id])
         seq.block_ids.append(block_id)
         self.outbox.took(taken)
+        if len(self.blocks.spares) < len(self.sequences):
+            self.outbox.touch()  # they would not last until the next regular report
         return True
 
     def advance(self, chunks: Seq[Chunk], sampled: Seq[SampledToken | None]) -> None:
@@ -265,7 +267,7 @@ class RunningSet:
             assert seq.num_computed == chunk.start, (seq.sid, seq.num_computed, chunk.start)
             seq.num_computed = chunk.start + chunk.count
             if self._seals_blocks:
-                self.outbox.sealed(self.sealed.seal_computed(seq))
+                self._seal(seq)
             if token is None:
                 continue
             seq.token_ids.append(token.token_id)
@@ -273,6 +275,14 @@ class RunningSet:
             reason = finish_reason(seq, self.info.max_num_tokens)
             if reason:
                 self._conclude(seq, reason)
+
+    def _seal(self, seq: Sequence) -> None:
+        """Whole blocks that are computed now. Others may wait for those of a prompt; those of an answer have time."""
+        was_prefill = seq.num_sealed * self.info.block_size < seq.num_prompt_tokens
+        seals = self.sealed.seal_computed(seq)
+        self.outbox.sealed(seals)
+        if seals and was_prefill:
+            self.outbox.touch()
 
     def fail(self, seq: Sequence) -> None:
         """The engine cannot compute this one, even alone."""

@@ -183,7 +183,9 @@ class WorkerService:
     def pending(self) -> bool:
         """Are there tokens to commit, or is there something to report?"""
         with self.engine_loop.lock:
-            return self.running.ledger.pending or bool(self.life.inbox and self.running.outbox)
+            running = self.running
+            unsaid = running.outbox.urgent or (running.outbox and not running.sequences)
+            return running.ledger.pending or bool(self.life.inbox and unsaid)
 
     @property
     def has_sequences(self) -> bool:
@@ -237,8 +239,8 @@ class WorkerService:
     def _report(self, life: Life, commit: Commit) -> tuple[Carried | None, Report | None]:
         """If it changes a decision, or the last one is too old; to nobody who has not been told the running state."""
         running = self.running
-        too_old = bool(running.sequences) and self.clock() - life.reported_at >= REPORT_S
-        if not life.inbox or not (running.outbox or too_old):
+        too_old = self.clock() - life.reported_at >= REPORT_S and bool(running.sequences or running.outbox)
+        if not life.inbox or not (running.outbox.urgent or too_old):
             return None, None
         carried = running.outbox.carry(running.ledger.unsettled() - commit.closing)
         return carried, report(
