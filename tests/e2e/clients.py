@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -90,6 +90,18 @@ class Answer:
                 assert self.position == self.usage["completion_tokens"], (self.position, self.usage)
 
 
+def check_same(answers: Sequence[Answer], undisturbed: Sequence[Answer]) -> None:
+    """Whole answers, and the same as when nothing happened."""
+    for answer, same in zip(answers, undisturbed, strict=True):
+        answer.check()
+        assert answer.essence() == same.essence()
+
+
+def longest_pause_s(answers: Iterable[Answer], since: float = 0.0) -> float:
+    """Of any client that was streamed to."""
+    return max(a.longest_pause_s(since) for a in answers if a.body.get("stream"))
+
+
 def num_choices(body: Json) -> int:
     prompt = body.get("prompt")
     many = isinstance(prompt, list) and bool(prompt) and isinstance(prompt[0], str | list)
@@ -152,6 +164,9 @@ class Client:
     async def post(self, path: str, **options: Any) -> tuple[int, Any]:
         async with self.session.post(self.url + path, **options) as response:
             return response.status, await response.json(content_type=None)
+
+
+Connect = Callable[..., Client]  # the fixture `connect`
 
 
 async def _read_events(

@@ -13,7 +13,7 @@ import pytest_asyncio
 
 from shared.embedded_redis import find_server
 from tests import helpers
-from tests.e2e.clients import Answer, Client
+from tests.e2e.clients import TIMEOUT_S, Answer, Client
 from tests.e2e.load import mixed
 from tests.e2e.stack import Stack
 
@@ -46,12 +46,12 @@ def new_stack(stacks_redis: str, tmp_path: Path) -> Callable[..., Stack]:
 
 
 @pytest.fixture
-async def connect() -> AsyncIterator[Callable[[str], Client]]:
-    """Makes clients of a gateway, by its URL."""
+async def connect() -> AsyncIterator[Callable[..., Client]]:
+    """Makes clients of a gateway: `connect(url)`, or with a `timeout_s` of its own."""
     async with contextlib.AsyncExitStack() as clients:
 
-        def make(url: str) -> Client:
-            client = Client(url)
+        def make(url: str, timeout_s: float = TIMEOUT_S) -> Client:
+            client = Client(url, timeout_s)
             clients.push_async_callback(client.close)
             return client
 
@@ -59,7 +59,7 @@ async def connect() -> AsyncIterator[Callable[[str], Client]]:
 
 
 @pytest.fixture
-async def client(shared_stack: Stack, connect: Callable[[str], Client]) -> Client:
+async def client(shared_stack: Stack, connect: Callable[..., Client]) -> Client:
     return connect(shared_stack.url)
 
 

@@ -13,6 +13,7 @@ from shared import scripted_vocab as vocab
 Json = dict[str, Any]
 
 NUM_TOKENS = 48
+SLOW = {"scripted_step_ms": 20, "scripted_token_ms": 1}  # for a stack: a prompt of 60 tokens takes 80 ms
 
 
 def prompt_ids(text: str) -> list[int]:

@@ -17,13 +17,12 @@ import secrets
 import signal
 import subprocess
 import time
-from collections.abc import AsyncIterator, Iterator, Mapping
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import aiohttp
-import psutil
 
 from services import modules
 from shared import launcher
@@ -32,6 +31,7 @@ from shared.leases import new_incarnation
 from shared.protocol import MemberKind
 from shared.scripts import Scripts
 from shared.settings import child_environ, current_environ, variable
+from tests.e2e.process import Process
 from tests.e2e.state import State
 from tests.helpers import wait_until
 
@@ -40,44 +40,10 @@ SERVICES: dict[MemberKind, str] = {
 }  # fmt: skip
 START_TIMEOUT_S = 40.0
 STOP_TIMEOUT_S = 10.0
+MAX_STOP_S = 5.0  # of a service that has nothing to do; on a machine of its own it takes a tenth of that
 REST_TIMEOUT_S = 12.0  # metrics are published every 2 s; a cancelled orphan has its grace time before
 NUM_TAIL_LINES = 15
-LISTENING = re.compile(r"listening on \S+ port (\d+)")
 ERROR_LINE = re.compile(r"^\S+ (?:ERROR|CRITICAL) .*|^Traceback \(most recent call last\)|^.*Warning: .*", re.MULTILINE)
-
-
-@dataclass
-class Process:
-    """One life of a service."""
-
-    kind: MemberKind
-    index: int
-    incarnation: str
-    popen: subprocess.Popen[bytes]
-    log: Path
-    file: BinaryIO
-    expected_to_end: bool = False
-
-    @property
-    def pid(self) -> int:
-        return self.popen.pid
-
-    @property
-    def name(self) -> str:
-        return f"{self.kind}-{self.index}"
-
-    @property
-    def port(self) -> int:
-        """Of a gateway that listens; 0 before."""
-        found = LISTENING.search(self.text())
-        return int(found[1]) if found else 0
-
-    def text(self) -> str:
-        return self.log.read_text(errors="replace")
-
-    def cpu_s(self) -> float:
-        times = psutil.Process(self.pid).cpu_times()
-        return float(times.user + times.system)
 
 
 class Stack:
@@ -160,8 +126,8 @@ class Stack:
 
     def _is_announced(self) -> bool:
         self._check_alive()
-        members = self.state.members()
-        return all(p.incarnation in members for p in self.processes()) and self.state.all_leased()
+        alive = Counter(member.kind for member in self.state.members().values())
+        return alive == Counter(self.numbers) and self.state.all_leased()
 
     def _check_alive(self) -> None:
         for process in self.processes():
@@ -249,13 +215,16 @@ class Stack:
                         await self.restart(process, wait=False)
                 await asyncio.sleep(0.02)
 
+        def complete() -> bool:
+            return all(p.popen.poll() is None for p in self.processes()) and self._is_announced()
+
         looking = asyncio.create_task(look())
         try:
             yield
+            await wait_until(complete, START_TIMEOUT_S)
         finally:
             looking.cancel()
             await asyncio.gather(looking, return_exceptions=True)
-            await wait_until(self._is_announced, START_TIMEOUT_S)
 
     # --- the end -----------------------------------------------------------------------------------------------------
 
@@ -282,6 +251,7 @@ class Stack:
                 except subprocess.TimeoutExpired:
                     raise AssertionError(f"{process.name} does not stop:\n{process.text()}") from None
                 self.stop_s[process.name] = time.perf_counter() - started
+                assert self.stop_s[process.name] < MAX_STOP_S, f"{process.name}:\n{process.text()}"
                 assert process.popen.returncode == 0, f"{process.name}: {process.popen.returncode}\n{process.text()}"
         assert self.state.members() == {}, "somebody left without saying so"
 
@@ -304,3 +274,6 @@ async def _answers(session: aiohttp.ClientSession, gateway: Process) -> bool:
         async with session.post(f"http://127.0.0.1:{gateway.port}/v1/completions", json=body) as response:
             return response.status == 200
     return False
+
+
+NewStack = Callable[..., Stack]  # the fixture `new_stack`

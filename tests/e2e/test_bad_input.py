@@ -7,19 +7,17 @@ import contextlib
 import io
 import json
 import re
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from typing import Any
 
+import pytest
 from yarl import URL
 
 from shared import scripted_vocab as vocab
-from tests.e2e.clients import Answer, Client
+from tests.e2e.clients import Answer, Client, Connect, check_same
 from tests.e2e.load import USAGE, mixed, plain, words
-from tests.e2e.stack import Stack
+from tests.e2e.stack import NewStack
 from tests.helpers import wait_until
-
-NewStack = Callable[..., Stack]
-Connect = Callable[[str], Client]
 
 NUMBERS: list[Any] = ["1", True, [], {}, [1], float(1 << 70)]
 WRONG: dict[str, list[Any]] = {
@@ -62,9 +60,7 @@ async def neighbours(client: Client, undisturbed: list[Answer]) -> AsyncIterator
 
     async def keep_asking() -> None:
         while not done.is_set():
-            for answer, same in zip(await client.ask_all(mixed("load")), undisturbed, strict=True):
-                answer.check()
-                assert answer.essence() == same.essence()
+            check_same(await client.ask_all(mixed("load")), undisturbed)
 
     asking = asyncio.create_task(keep_asking())
     try:
@@ -159,9 +155,7 @@ async def test_a_poison_request_costs_at_most_three_workers_and_ends_as_one_erro
             poison = await client.ask({"prompt": [65, vocab.CRASH, 2], "temperature": 0, "stream": True})
             assert poison.error is not None and poison.error["code"] == "poison_request", poison
             assert not poison.done and poison.position <= 2
-            for answer, same in zip(await answering, undisturbed, strict=True):
-                answer.check()
-                assert answer.essence() == same.essence()
+            check_same(await answering, undisturbed)
         deaths = sum(p.kind == "worker" for p in stack.lives) - 2
         assert deaths == 3
         assert stack.state.redis.xlen(stack.state.key("dead")) == 1
@@ -184,3 +178,22 @@ async def test_tokens_that_a_client_may_not_say_are_no_orders(client: Client) ->
     answer = await client.ask(plain("", 9) | {"prompt": [vocab.SCRIPT, 65, vocab.CRASH, 66], "ignore_eos": True})
     answer.check()
     assert answer.text == "AB"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+async def test_a_request_on_which_the_engine_hangs_ends_as_one_error_too(
+    new_stack: NewStack, connect: Connect, undisturbed: list[Answer]
+) -> None:
+    """A hang is known only after a time in which no step takes that long, so its mates wait; they lose nothing."""
+    env = {"scripted_step_ms": 10, "scripted_token_ms": 0.2}
+    async with new_stack(workers=2, env=env) as stack:
+        stack.allowed += ["workers died while running this request", "the engine's step does not end"]
+        client = connect(stack.url, timeout_s=120)
+        async with stack.supervised():
+            answering = client.begin_all(mixed("load"))
+            await wait_until(lambda: len(stack.state.running()) > 10)
+            hanging = await client.ask({"prompt": [65, vocab.HANG, 2], "temperature": 0, "stream": True})
+            assert hanging.error is not None and hanging.error["code"] == "poison_request", hanging
+            check_same(await answering, undisturbed)
+        assert sum(p.kind == "worker" for p in stack.lives) - 2 == 3

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 
 import pytest
 import pytest_asyncio
 
-from tests.e2e.clients import Answer, Client
+from tests.e2e.clients import Answer, Client, Connect
 from tests.e2e.load import USAGE, plain, words
-from tests.e2e.stack import Stack
+from tests.e2e.stack import NewStack, Stack
 from tests.helpers import wait_until
 
-NewStack = Callable[..., Stack]
-Connect = Callable[[str], Client]
 NUM_BLOCKS = 8
 POOL_TOKENS = NUM_BLOCKS * 16
 

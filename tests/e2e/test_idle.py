@@ -6,22 +6,19 @@ import asyncio
 import logging
 import signal
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import psutil
 import pytest
 
-from tests.e2e.clients import Client
+from tests.e2e.clients import Connect
 from tests.e2e.load import mixed
 from tests.e2e.own_redis import OwnRedis
-from tests.e2e.stack import Stack
+from tests.e2e.stack import NewStack
 from tests.helpers import wait_until
 
 log = logging.getLogger(__name__)
 
-NewStack = Callable[..., Stack]
-Connect = Callable[[str], Client]
 MEASURE_S = 20.0
 MAX_SHARE = 0.01  # of a core, for all services together
 STOP_S = 2.0
@@ -43,7 +40,7 @@ async def test_an_idle_stack_uses_less_than_a_hundredth_of_a_core(
             seconds = time.perf_counter() - started
             after = {p.name: p.cpu_s() for p in stack.processes()} | {"redis": sum(redis.cpu_times()[:2])}
             shares = {name: (after[name] - before[name]) / seconds for name in before}
-            log.warning("idle: %s", ", ".join(f"{name} {100 * share:.2f} %" for name, share in shares.items()))
+            log.info("idle: %s", ", ".join(f"{name} {100 * share:.2f} %" for name, share in shares.items()))
             assert sum(shares.values()) < MAX_SHARE
 
 
@@ -62,7 +59,7 @@ async def test_every_service_stops_at_once_when_idle(new_stack: NewStack) -> Non
             return len(took) == len(stack.processes())
 
         await wait_until(all_ended)
-        log.warning("stopped after %s", ", ".join(f"{name} {s:.2f} s" for name, s in took.items()))
+        log.info("stopped after %s", ", ".join(f"{name} {s:.2f} s" for name, s in took.items()))
         assert {p.popen.returncode for p in stack.processes()} == {0}
         assert max(took.values()) < STOP_S
         assert stack.state.members() == {}

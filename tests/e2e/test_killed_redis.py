@@ -4,22 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.e2e.clients import Answer, Client
-from tests.e2e.load import USAGE, mixed, plain, words
+from tests.e2e.clients import Answer, Connect, check_same, longest_pause_s
+from tests.e2e.load import SLOW, USAGE, mixed, plain, words
 from tests.e2e.own_redis import OwnRedis
-from tests.e2e.stack import Stack
+from tests.e2e.stack import NewStack, Stack
 from tests.helpers import wait_until
 
 log = logging.getLogger(__name__)
-
-NewStack = Callable[..., Stack]
-Connect = Callable[[str], Client]
-SLOW = {"scripted_step_ms": 20, "scripted_token_ms": 1}
 
 
 @pytest.mark.parametrize("away_s", [0.0, 2.0])
@@ -36,14 +31,12 @@ async def test_everybody_waits_and_goes_on(
             await asyncio.sleep(away_s)
             server.start()
             answers = await answering
-            for answer, same in zip(answers, undisturbed, strict=True):
-                answer.check()
-                assert answer.essence() == same.essence()
+            check_same(answers, undisturbed)
             for i, answer in enumerate(await long):
                 answer.check()
                 assert answer.text == words(f"long {i}", 120)
-            pause = max(a.longest_pause_s() for a in [*answers, *await long] if a.body.get("stream"))
-            log.warning("Redis was away for %.1f s: longest pause of a client %.2f s", away_s, pause)
+            pause = longest_pause_s([*answers, *await long])
+            log.info("Redis was away for %.1f s: longest pause of a client %.2f s", away_s, pause)
             answer = await late
             answer.check()
             assert answer.text == words("sent while it is away", 48)

@@ -7,26 +7,17 @@ import functools
 import logging
 import signal
 import time
-from collections.abc import Callable
 
-from tests.e2e.clients import Answer, Client
-from tests.e2e.load import NUM_TOKENS, USAGE, mixed, plain, words
-from tests.e2e.stack import Process, Stack
+from tests.e2e.clients import Answer, Client, Connect, check_same, longest_pause_s
+from tests.e2e.load import NUM_TOKENS, SLOW, USAGE, mixed, plain, words
+from tests.e2e.process import Process
+from tests.e2e.stack import NewStack, Stack
 from tests.e2e.state import Sequence
 from tests.helpers import wait_until
 
 log = logging.getLogger(__name__)
 
-NewStack = Callable[..., Stack]
-Connect = Callable[[str], Client]
 MAX_PAUSE_S = 5.0  # the bar is 2 s, on a machine of its own
-SLOW = {"scripted_step_ms": 20, "scripted_token_ms": 1}  # a prompt of 60 tokens takes 80 ms, 48 tokens a second
-
-
-def check_same(answers: list[Answer], undisturbed: list[Answer]) -> None:
-    for answer, same in zip(answers, undisturbed, strict=True):
-        answer.check()
-        assert answer.essence() == same.essence()
 
 
 def worker_of(stack: Stack, answers: list[Sequence]) -> Process:
@@ -39,7 +30,8 @@ async def seconds_until_moved(stack: Stack, lost: list[Sequence], since: float) 
     """Until one of the lost sequences has another place."""
 
     def moved() -> bool:
-        return any(now is None or now.epoch > s.epoch for s in lost if (now := stack.state.sequence(s.sid)) or True)
+        now = [stack.state.sequence(s.sid) for s in lost]
+        return any(n is not None and n.epoch > s.epoch for n, s in zip(now, lost, strict=True))
 
     await wait_until(moved, every=0.005)
     return time.perf_counter() - since
@@ -70,14 +62,14 @@ async def kill_at(position: int, stack: Stack, client: Client, undisturbed: list
     killed_at = stack.kill(victim)
     detected_s = await seconds_until_moved(stack, lost, killed_at) if lost else 0.0
     answers = [await watched, *await others]
-    pauses = [a.longest_pause_s(killed_at) for a in answers if a.body.get("stream")]
-    log.warning(
+    pause_s = longest_pause_s(answers, killed_at)
+    log.info(
         "killed at %d: %d of %d sequences moved, the first after %.2f s; longest pause of a client %.2f s",
-        position, len(lost), len(running), detected_s, max(pauses),
+        position, len(lost), len(running), detected_s, pause_s,
     )  # fmt: skip
     assert answers[0].text == words(name, NUM_TOKENS)
     check_same(answers[1:], undisturbed)
-    assert max(pauses) < MAX_PAUSE_S
+    assert pause_s < MAX_PAUSE_S
     await stack.restart(victim)
     await wait_until(stack.state.all_leased)
 
@@ -143,8 +135,8 @@ async def test_a_worker_that_is_told_to_stop_hands_its_sequences_over(
         assert await asyncio.to_thread(leaving.popen.wait, 10) == 0
         answers = await answering
         check_same(answers, undisturbed)
-        pause = max(a.longest_pause_s(at) for a in answers if a.body.get("stream"))
-        log.warning("a worker that leaves: longest pause %.2f s", pause)
+        pause = longest_pause_s(answers, at)
+        log.info("a worker that leaves: longest pause %.2f s", pause)
         assert all(s.strikes == 0 for s in stack.state.sequences())
         assert pause < MAX_PAUSE_S
         await stack.restart(leaving)

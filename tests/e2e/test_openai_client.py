@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from typing import Any
 
 import openai
@@ -12,9 +12,8 @@ from openai import AsyncOpenAI, OpenAI
 
 from shared import scripted_vocab as vocab
 from tests.e2e.load import prompt_ids, words
-from tests.e2e.stack import Stack
+from tests.e2e.stack import NewStack, Stack
 
-NewStack = Callable[..., Stack]
 STOP = "zq"  # an answer that does not contain it goes on
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
@@ -13,7 +13,7 @@ import pytest_asyncio
 
 from shared.model_source import ModelSourceError, default_cache_dir, resolve
 from shared.settings import DEFAULT_MODEL
-from tests.e2e.clients import Answer, Client
+from tests.e2e.clients import Answer, Client, Connect
 from tests.e2e.load import USAGE, Json
 from tests.e2e.stack import Stack
 from tests.helpers import wait_until
@@ -22,7 +22,6 @@ log = logging.getLogger(__name__)
 
 pytestmark = [pytest.mark.model, pytest.mark.timeout(180)]
 
-Connect = Callable[[str], Client]
 NUM_TOKENS = 12
 TIMEOUT_S = 90.0
 ALONE = {"cache_salt": "alone"}
@@ -90,23 +89,9 @@ def workers_of(stack: Stack, answers: list[Answer]) -> set[str]:
     return {s.worker for a in answers if (s := stack.state.sequence(f"{a.rid}.0")) is not None}
 
 
-@pytest.fixture
-async def connect() -> AsyncIterator[Connect]:
-    """As everywhere, with more patience: a real model on a busy machine takes its time."""
-    clients: list[Client] = []
-
-    def make(url: str) -> Client:
-        clients.append(Client(url, TIMEOUT_S))
-        return clients[-1]
-
-    yield make
-    for client in clients:
-        await client.close()
-
-
 @pytest.mark.parametrize("number", [2, 4, 15])
 async def test_in_company(number: int, stack: Stack, alone: list[Answer], connect: Connect) -> None:
-    client = connect(stack.url)
+    client = connect(stack.url, TIMEOUT_S)
     others = client.begin_all(neighbours(number))
     check_same(await client.ask_all(watched()), alone)
     for answer in await others:
@@ -114,16 +99,17 @@ async def test_in_company(number: int, stack: Stack, alone: list[Answer], connec
 
 
 async def test_after_a_cache_hit(stack: Stack, alone: list[Answer], connect: Connect) -> None:
-    client = connect(stack.url)
-    answers = [await client.ask(body | ALONE) for body in watched()]
-    check_same(answers, alone)
-    cached = [a.usage["prompt_tokens_details"]["cached_tokens"] for a in answers if a.usage]
-    assert cached[0] >= 16 and cached[2] > 64 and cached[3] > 64, cached
+    client = connect(stack.url, TIMEOUT_S)
+    for number in (0, 2, 3):  # their prompts are longer than a block
+        for _ in range(2):
+            answer = await client.ask(watched()[number] | {"cache_salt": "hit"})
+            check_same([answer], [alone[number]])
+        assert answer.usage and answer.usage["prompt_tokens_details"]["cached_tokens"] >= 16
 
 
 async def test_on_the_other_worker(stack: Stack, alone: list[Answer], connect: Connect) -> None:
     """Which is the one that has less to do."""
-    client = connect(stack.url)
+    client = connect(stack.url, TIMEOUT_S)
     blocker: Json = {"prompt": "The other one is busy. " * 10, "max_tokens": 800, "ignore_eos": True, "stream": True}
     busy = client.begin(blocker)
     await wait_until(stack.state.running)
@@ -136,7 +122,7 @@ async def test_on_the_other_worker(stack: Stack, alone: list[Answer], connect: C
 
 
 async def test_when_the_worker_is_killed(stack: Stack, alone: list[Answer], connect: Connect) -> None:
-    client = connect(stack.url)
+    client = connect(stack.url, TIMEOUT_S)
     answering = client.begin_all([body | {"cache_salt": "killed"} for body in watched()])
     await wait_until(lambda: any(2 <= s.num_tokens < NUM_TOKENS for s in stack.state.running()), 60, every=0.005)
     running = stack.state.running()
@@ -145,10 +131,10 @@ async def test_when_the_worker_is_killed(stack: Stack, alone: list[Answer], conn
     killed_at = stack.kill(victim)
     answers = await answering
     check_same(answers, alone)
-    log.warning(
+    log.info(
         "%d of %d sequences moved; longest pause %.2f s", places.count(victim.incarnation), len(running),
         max(a.longest_pause_s(killed_at) for a in answers),
     )  # fmt: skip
     started = time.perf_counter()
     await stack.restart(victim)
-    log.warning("a worker's restart took %.1f s", time.perf_counter() - started)
+    log.info("a worker's restart took %.1f s", time.perf_counter() - started)

@@ -19,11 +19,10 @@ import pytest
 
 from services import modules
 from shared.settings import SCRIPTED_MODEL, child_environ, current_environ
-from tests.e2e.clients import Client
+from tests.e2e.clients import Connect
 from tests.e2e.load import USAGE, mixed, plain, words
 from tests.helpers import free_port, wait_until
 
-Connect = Callable[[str], Client]
 ERROR = re.compile(r" ERROR |Traceback|Warning: ")
 NAMES = {"gateway", "scheduler", "cache_store", "gpu_worker", "redis"}
 
