@@ -35,6 +35,8 @@ BOTH = settings(deadline=None, suppress_health_check=list(HealthCheck), report_m
 QUICK = settings(BOTH, max_examples=25, stateful_step_count=25, derandomize=True)
 LONG = settings(BOTH, max_examples=1500, stateful_step_count=50)
 
+MAX_STORY_LINES = 1500
+
 shapes = st.builds(
     Shape, num_blocks=st.sampled_from([8, 12, 16, 24]), block_size=st.sampled_from([2, 4]),
     max_model_len=st.sampled_from([40, 256]),
@@ -77,7 +79,7 @@ class PipelineMachine(RuleBasedStateMachine):
             yield self.world
         except BaseException:
             self.is_over = True
-            note(self.world.story())
+            note(self.world.story(last=MAX_STORY_LINES))
             raise
 
     def alive(self, place: int) -> Actor | None:
@@ -128,6 +130,23 @@ class PipelineMachine(RuleBasedStateMachine):
             loops = list(actor.loops()) if actor.started else ["start"]
             with self.told() as world:
                 world.step(actor, loops[loop % len(loops)], num_commands, fault)
+
+    @rule(
+        place=places, loop=st.integers(0, 9), num_commands=st.integers(1, 6), num_rounds=st.integers(1, 6),
+        leases=st.booleans(),
+    )  # fmt: skip
+    def strand(self, place: int, loop: int, num_commands: int, num_rounds: int, leases: bool) -> None:
+        actor = self.alive(place)
+        if actor is not None and not actor.paused:
+            loops = list(actor.loops()) if actor.started else ["start"]
+            with self.told() as world:
+                world.strand(actor, loops[loop % len(loops)], num_commands, num_rounds, leases)
+
+    @precondition(lambda self: self.world.watch.outcomes)
+    @rule(number=st.integers(0, 99))
+    def retention_ends(self, number: int) -> None:
+        rids = sorted(self.world.requests)
+        self.world.forget_request(rids[number % len(rids)])
 
     @rule(seconds=st.sampled_from([0.1, 0.6, 2.5, 7.0, 20.0]))
     def time_passes(self, seconds: float) -> None:
