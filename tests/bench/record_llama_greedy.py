@@ -37,7 +37,13 @@ def main() -> None:
     rows = []
     for prompt in PROMPTS:
         ids = post(args.url + "/tokenize", {"content": prompt, "add_special": True, "parse_special": True})["tokens"]
-        body = {"prompt": ids, "n_predict": args.num_tokens, "temperature": 0, "ignore_eos": True, "cache_prompt": False}
+        body = {
+            "prompt": ids,
+            "n_predict": args.num_tokens,
+            "temperature": 0,
+            "ignore_eos": True,
+            "cache_prompt": False,
+        }
         answer = post(args.url + "/completion", body | {"return_tokens": True, "samplers": ["temperature"]})
         rows.append({"prompt": prompt, "prompt_ids": ids, "output_ids": answer["tokens"], "text": answer["content"]})
     json.dump(rows, sys.stdout, indent=0, ensure_ascii=False)

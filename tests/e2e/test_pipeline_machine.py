@@ -89,8 +89,9 @@ class PipelineMachine(RuleBasedStateMachine):
     # --- clients -----------------------------------------------------------------------------------------------------
 
     @rule(
-        gateway=st.integers(0, 1), prompt=st.one_of(prompts, prompts, scripts), num_choices=st.sampled_from([1, 1, 2, 3]),
-        sampling=samplings, stop_after=st.sampled_from([None, None, None, 3, 7]),
+        gateway=st.integers(0, 1), prompt=st.one_of(prompts, prompts, scripts),
+        num_choices=st.sampled_from([1, 1, 2, 3]), sampling=samplings,
+        stop_after=st.sampled_from([None, None, None, 3, 7]),
     )  # fmt: skip
     def submit(
         self, gateway: int, prompt: tuple[int, ...], num_choices: int, sampling: SamplingParams, stop_after: int | None

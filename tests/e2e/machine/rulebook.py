@@ -40,7 +40,8 @@ class Rulebook:
         self._redis = client
         self._prefix = prefix
         self._rules: dict[str, Callable[[Words], Check]] = {
-            "admit": self._admit, "commit": self._commit, "assign": self._assign, "finish": self._finish, "condemn": self._condemn,
+            "admit": self._admit, "commit": self._commit, "assign": self._assign, "finish": self._finish,
+            "condemn": self._condemn,
             "cancel_if": self._cancel_if, "requeue": self._requeue, "attach": self._attach, "plan": self._plan,
             "take_lease": self._take_lease,
         }  # fmt: skip
