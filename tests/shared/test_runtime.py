@@ -59,6 +59,12 @@ async def test_a_lost_redis_is_waited_for(error: Exception) -> None:
     assert steps.results == [] and steps.num_lost == 2
 
 
+async def test_a_time_out_that_says_nothing_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    stop = Stop()
+    await forever("x", Steps(stop, None, TimeoutError(), None, None).step, stop)
+    assert "x: Redis is away (TimeoutError)" in caplog.text
+
+
 async def test_any_other_failure_ends_the_loop() -> None:
     stop = Stop()
     for results in ([ValueError("broken"), None], [ConnectionError("x"), ValueError("broken"), None]):
