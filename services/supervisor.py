@@ -196,7 +196,7 @@ class Supervisor:
         try:
             await asyncio.wait_for(self._report(program, incarnation), REPORT_TIMEOUT_S)
         except Exception as e:  # its lease runs out, which tells the others too, only later
-            log.warning("the end of %s could not be reported: %s", program.name, e or type(e).__name__)
+            log.warning("the end of %s could not be reported: %s", program.name, str(e) or type(e).__name__)
 
 
 def describe_exit(status: int) -> str:

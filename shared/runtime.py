@@ -52,7 +52,7 @@ async def forever(
         try:
             await step()
         except LOST as e:
-            log.warning("%s: Redis is away (%s)", name, e or type(e).__name__)
+            log.warning("%s: Redis is away (%s)", name, str(e) or type(e).__name__)
             on_lost()
             async for _ in backoff():
                 try:

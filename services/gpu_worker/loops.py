@@ -57,7 +57,7 @@ class WorkerLoops:
             async with asyncio.timeout(FAREWELL_S):
                 await service.leave()
         except (*LOST, TimeoutError) as e:
-            log.warning("left without a word, Redis is away (%s)", e or type(e).__name__)
+            log.warning("left without a word, Redis is away (%s)", str(e) or type(e).__name__)
 
     async def _end_step(self) -> None:
         """Waits for the engine's last step, and keeps the lease meanwhile: what it draws is to be committed."""
