@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from shared import logs, runtime, settings
+from shared.bus import NoRedis
 from shared.runtime import EXIT_CONFIG, Stop
 from shared.settings import CommonSettings, Section, SettingsError
 
@@ -26,7 +27,8 @@ Service = Callable[..., Coroutine[Any, Any, int]]
 def start(name: str, service: Service) -> int:
     """Loads the sections of `settings.SERVICE_SECTIONS[name]` and runs service(stop, *sections) to its end.
 
-    The exit status: the service's own, or EXIT_CONFIG after one sentence when a setting cannot be used.
+    The exit status: the service's own; EXIT_CONFIG after one sentence when a setting cannot be used, 1 after one when
+    there is no Redis.
     """
     try:
         sections = [settings.load(section) for section in settings.SERVICE_SECTIONS[name]]
@@ -43,6 +45,9 @@ def start(name: str, service: Service) -> int:
     except SettingsError as e:
         log.error("%s", e)
         return EXIT_CONFIG
+    except NoRedis as e:
+        log.error("%s", e)
+        return 1
 
 
 async def _with_heartbeat(service: Service, stop: Stop, common: CommonSettings, sections: list[Section]) -> int:

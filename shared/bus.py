@@ -8,6 +8,7 @@ a client of their own (`connect` once more).
 from __future__ import annotations
 
 import asyncio
+import logging
 import random
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
@@ -18,10 +19,16 @@ from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.exceptions import BusyLoadingError, ConnectionError, RedisError, TimeoutError
 
+log = logging.getLogger(__name__)
+
 CONNECT_TIMEOUT_S = 5.0
 MAX_BLOCK_MS = 4000
 SOCKET_TIMEOUT_S = 10.0  # well above any blocking read: a network that swallows everything must not hang us for good
 LOST = (ConnectionError, TimeoutError, BusyLoadingError, OSError)
+
+
+class NoRedis(RedisError):
+    """A service has waited in vain for Redis to answer; one sentence for the operator."""
 
 
 def connect(url: str) -> Redis:
@@ -84,12 +91,16 @@ async def backoff() -> AsyncIterator[None]:
 
 
 async def wait_for_redis(redis: Redis, timeout_s: float) -> None:
-    """Returns when Redis answers; RedisError after timeout_s."""
+    """Returns when Redis answers; NoRedis after timeout_s."""
     deadline = asyncio.get_running_loop().time() + timeout_s
+    waits = False
     async for _ in backoff():
         try:
             await redis.ping()
             return
         except LOST as e:
             if asyncio.get_running_loop().time() > deadline:
-                raise RedisError(f"Redis does not answer: {e}") from e
+                raise NoRedis(f"Redis does not answer: {e}") from e
+            if not waits:
+                log.warning("waiting for Redis (%s)", str(e) or type(e).__name__)
+            waits = True

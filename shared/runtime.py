@@ -14,10 +14,14 @@ import signal
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
-from shared.bus import LOST, backoff
+from redis.asyncio import Redis
+
+from shared.bus import LOST, backoff, wait_for_redis
 
 log = logging.getLogger(__name__)
 
+START_TIMEOUT_S = 30.0  # for Redis to answer
+FAREWELL_S = 2.0
 EXIT_CONFIG = 78  # EX_CONFIG: restarting will not help
 EXIT_LAPSED = 75  # EX_TEMPFAIL: start again as a new incarnation
 CANCEL_AGAIN_S = 0.1
@@ -69,6 +73,27 @@ async def wait_for_event(event: asyncio.Event, timeout_s: float) -> None:
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(timeout_s):
             await event.wait()
+
+
+async def redis_answers(redis: Redis, stop: Stop, timeout_s: float = START_TIMEOUT_S) -> bool:
+    """Waits for it at a service's start; False if the service is stopped meanwhile. NoRedis after timeout_s."""
+    waiting, stopping = asyncio.ensure_future(wait_for_redis(redis, timeout_s)), asyncio.ensure_future(stop.wait())
+    await asyncio.wait([waiting, stopping], return_when=asyncio.FIRST_COMPLETED)
+    if waiting.done():
+        stopping.cancel()
+        waiting.result()
+        return True
+    await _cancel([waiting])
+    return False
+
+
+async def farewell(last_calls: Awaitable[Any]) -> None:
+    """What a service that stops has to tell; where Redis is away it leaves without a word, and its lease runs out."""
+    try:
+        async with asyncio.timeout(FAREWELL_S):
+            await last_calls
+    except LOST as e:
+        log.warning("left without a word, Redis is away (%s)", str(e) or type(e).__name__)
 
 
 async def run_until_stopped(loops: list[Coroutine[Any, Any, None]], stop: Stop) -> None:

@@ -6,14 +6,15 @@ import sys
 
 from services.cache_store.service import StoreService
 from shared import bootstrap, bus
-from shared.runtime import Stop
+from shared.runtime import Stop, redis_answers
 from shared.settings import CommonSettings
 
 
 async def serve(stop: Stop, common: CommonSettings) -> int:
     clients = [bus.connect(common.redis_url) for _ in range(3)]
     try:
-        await bus.wait_for_redis(clients[0], timeout_s=30)
+        if not await redis_answers(clients[0], stop):
+            return 0
         service = StoreService(
             clients[0], common.served_name, incarnation=common.incarnation, blocking=clients[1], heartbeat=clients[2]
         )

@@ -19,7 +19,7 @@ from shared.bus import StreamReader
 from shared.leases import IDLE_LEASE_MS, IDLE_REFRESH_MS, Lapsed, Membership, StreamLost, new_incarnation
 from shared.protocol import Event, ListInventory, Member, ProtocolError, decode, encode
 from shared.records import Records
-from shared.runtime import Stop, forever, run_until_stopped, wait_for_event
+from shared.runtime import Stop, farewell, forever, run_until_stopped, wait_for_event
 from shared.scripts import Scripts
 from shared.sharing import is_member_dead, share_leases
 
@@ -152,6 +152,9 @@ class StoreService:
             ],
             stop,
         )
+        await farewell(self._leave())
+
+    async def _leave(self) -> None:
         for worker in list(self._terms):
             await self.scripts.drop_lease("pool", worker, self.incarnation)
         await self.membership.leave()

@@ -9,7 +9,7 @@ from services.gateway import byte_tokenizer, chat_template
 from services.gateway.service import CannotListen, GatewayService
 from services.gateway.tokenization import Tokenizer, TokenizerError
 from shared import bootstrap, bus, model_source
-from shared.runtime import EXIT_CONFIG, Stop
+from shared.runtime import EXIT_CONFIG, Stop, redis_answers
 from shared.settings import SCRIPTED_MODEL, CommonSettings, GatewaySettings
 
 log = logging.getLogger("gateway")
@@ -33,7 +33,8 @@ async def serve(stop: Stop, common: CommonSettings, own: GatewaySettings) -> int
         return EXIT_CONFIG
     redis = bus.connect(common.redis_url)
     try:
-        await bus.wait_for_redis(redis, timeout_s=30)
+        if not await redis_answers(redis, stop):
+            return 0
         await GatewayService(redis, tokenizer, common, own).run(stop)
     except CannotListen as e:
         log.error("%s", e)

@@ -27,7 +27,7 @@ from services.gpu_worker.loops import WorkerLoops
 from services.gpu_worker.scripted_engine import ScriptedEngine
 from services.gpu_worker.service import EngineHung, WorkerService
 from shared import bootstrap, bus, model_source
-from shared.runtime import Stop
+from shared.runtime import Stop, redis_answers
 from shared.settings import CommonSettings, ScriptedSettings, SettingsError, WorkerSettings
 
 log = logging.getLogger(__name__)
@@ -47,7 +47,8 @@ async def serve(stop: Stop, common: CommonSettings, own: WorkerSettings, scripte
     engine, validate = loaded
     clients = [bus.connect(common.redis_url) for _ in range(3)]
     try:
-        await bus.wait_for_redis(clients[0], timeout_s=30)
+        if not await redis_answers(clients[0], stop):
+            return 0
         service = WorkerService(
             clients[0], common.served_name, engine, validate=validate, name=socket.gethostname(),
             incarnation=common.incarnation, enable_prefix_caching=own.enable_prefix_caching,

@@ -27,7 +27,7 @@ from shared.bus import StreamReader
 from shared.leases import IDLE_REFRESH_MS, Lapsed, Membership, StreamLost, new_incarnation
 from shared.protocol import Event, Member, ProtocolError, decode
 from shared.records import Records
-from shared.runtime import Stop, forever, run_until_stopped, wait_for_event
+from shared.runtime import Stop, farewell, forever, run_until_stopped, wait_for_event
 from shared.scripts import SCHEDULER_GROUP, Scripts
 
 log = logging.getLogger(__name__)
@@ -235,6 +235,9 @@ class SchedulerService:
             ],
             stop,
         )
+        await farewell(self._leave())
+
+    async def _leave(self) -> None:
         for worker in list(self.core.workers):
             await self.scripts.drop_lease("run", worker, self.incarnation)
         await self.membership.leave()

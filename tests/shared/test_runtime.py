@@ -12,7 +12,7 @@ import pytest
 from redis.exceptions import BusyLoadingError, ConnectionError, TimeoutError
 
 from shared import bus
-from shared.runtime import Stop, forever, run_until_stopped, wait_for_event
+from shared.runtime import Stop, farewell, forever, redis_answers, run_until_stopped, wait_for_event
 from tests.helpers import wait_until
 
 ROOT = Path(__file__).parents[2]
@@ -178,3 +178,33 @@ def test_a_second_signal_ends_it_at_once(second: signal.Signals) -> None:
         assert p.stdout.readline() == "stopping\n"
         p.send_signal(second)
         assert p.wait(10) == 1
+
+
+async def test_a_service_that_is_stopped_while_it_waits_for_redis_does_not_go_on() -> None:
+    stop, absent = Stop(), bus.connect("unix:///nowhere/redis.sock")
+    asyncio.get_running_loop().call_soon(stop.set)
+    assert not await redis_answers(absent, stop)
+    await absent.aclose()
+
+
+async def test_a_service_that_finds_redis_starts_and_one_that_does_not_says_so(redis_url: str) -> None:
+    client, absent = bus.connect(redis_url), bus.connect("unix:///nowhere/redis.sock")
+    assert await redis_answers(client, Stop())
+    with pytest.raises(bus.NoRedis, match="does not answer"):
+        await redis_answers(absent, Stop(), timeout_s=0)
+    await client.aclose()
+    await absent.aclose()
+
+
+async def test_a_farewell_that_nobody_hears_ends_nothing_else(caplog: pytest.LogCaptureFixture) -> None:
+    async def unheard() -> None:
+        raise ConnectionError("it is gone")
+
+    await farewell(unheard())
+    assert "left without a word, Redis is away (it is gone)" in caplog.text
+    with pytest.raises(ZeroDivisionError):
+        await farewell(wrong())
+
+
+async def wrong() -> None:
+    raise ZeroDivisionError
