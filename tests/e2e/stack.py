@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import redis
 
 from services import modules
 from shared import launcher
@@ -83,7 +84,7 @@ class Stack:
                     self._start(kind, index)
             await self.ready()
         except BaseException:
-            self._kill_all()
+            self.kill_all()
             raise
         return self
 
@@ -99,7 +100,7 @@ class Stack:
         finally:
             if error is not None:
                 error.add_note("\n".join(self._tails()))
-            self._kill_all()
+            self.kill_all()
             self.state.close()
 
     def _start(self, kind: MemberKind, index: int) -> Process:
@@ -126,8 +127,10 @@ class Stack:
 
     def _is_announced(self) -> bool:
         self._check_alive()
-        alive = Counter(member.kind for member in self.state.members().values())
-        return alive == Counter(self.numbers) and self.state.all_leased()
+        with contextlib.suppress(redis.ConnectionError):
+            alive = Counter(member.kind for member in self.state.members().values())
+            return alive == Counter(self.numbers) and self.state.all_leased()
+        return False
 
     def _check_alive(self) -> None:
         for process in self.processes():
@@ -140,7 +143,7 @@ class Stack:
             yield f"--- {process.log.name} ({process.incarnation}, status {process.popen.poll()})"
             yield from process.text().splitlines()[-NUM_TAIL_LINES:]
 
-    def _kill_all(self) -> None:
+    def kill_all(self) -> None:
         for process in self.lives:
             if process.popen.poll() is None:
                 process.popen.kill()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import signal
 from pathlib import Path
 
 import pytest
@@ -68,3 +69,43 @@ async def test_a_redis_that_comes_back_empty_ends_what_it_has_forgotten(
             answer = await client.ask(plain("afterwards", 20))
             answer.check()
             assert answer.text == words("afterwards", 20)
+
+
+async def test_every_service_stops_also_while_redis_is_away(new_stack: NewStack, tmp_path: Path) -> None:
+    with OwnRedis(tmp_path / "redis") as server:
+        stack = new_stack(redis_url=server.url, env=SLOW)
+        await stack.__aenter__()
+        try:
+            server.kill()
+            for process in stack.processes():
+                stack.kill(process, signal.SIGTERM)
+            await wait_until(lambda: all(p.popen.poll() is not None for p in stack.processes()))
+            assert {p.name: p.popen.returncode for p in stack.processes()} == dict.fromkeys(
+                ("store-0", "worker-0", "scheduler-0", "gateway-0"), 0
+            )
+            stack.check_logs()
+        finally:
+            stack.kill_all()
+
+
+async def test_a_service_waits_for_a_redis_that_is_late_and_can_be_stopped_meanwhile(
+    new_stack: NewStack, connect: Connect, tmp_path: Path
+) -> None:
+    server = OwnRedis(tmp_path / "redis")
+    stack = new_stack(redis_url=server.url, env=SLOW)
+    starting = asyncio.ensure_future(stack.__aenter__())
+    try:
+        await wait_until(lambda: all("Redis" in p.text() for p in stack.lives) and len(stack.lives) == 4)
+        for process in stack.processes("gateway"):
+            stack.kill(process, signal.SIGTERM)
+            await wait_until(lambda process=process: process.popen.poll() is not None, timeout=3)
+            assert process.popen.returncode == 0, process.text()
+            await stack.restart(process, wait=False)
+        with server:
+            await starting
+            answer = await connect(stack.url).ask(plain("late", 5))
+            answer.check()
+            stack.check_logs()
+            stack.kill_all()
+    finally:
+        stack.kill_all()

@@ -61,8 +61,11 @@ async def ask_until(
     """How many requests went well, broke with their gateway, or were refused since nobody was there."""
     seen: Counter[str] = Counter()
     while time.monotonic() < end:
-        client = connect(stack.url_of(gateway), timeout_s=60)
         started_with = stack.process("gateway", gateway)
+        if not started_with.port:
+            await asyncio.sleep(0.05)  # it does not listen yet
+            continue
+        client = connect(stack.url_of(gateway), timeout_s=60)
         for answer, same in zip(await client.ask_all(mixed("load")), undisturbed, strict=True):
             seen[verdict(answer, same, gateway_ended=started_with.expected_to_end)] += 1
         await client.close()
