@@ -87,7 +87,7 @@ class WorkerLoops:
                     await self._wake.wait()
             return
         complete = await service.flush(urgent_only=urgent and (regular is None or regular > 0))
-        self._pacer.flushed(now, service.commit_s, complete)
+        self._pacer.flushed(now, service.num_entries, complete)
 
     async def _beat_when_due(self) -> None:
         service = self._service

@@ -64,7 +64,7 @@ class WorkerService:
             engine, self.running, max_step_s=max_step_s, clock=clock, on_step=self.metrics.step_seconds.observe
         )
         self.clock = clock
-        self.commit_s = 0.0  # round trip of the last commit
+        self.num_entries = 0  # sequences in the last commit
         self.lease_is_short = False  # as far as is known: BUSY_LEASE_MS, since the last commit or refresh
         self.lease_became_short = asyncio.Event()
         self.beat_is_due = False  # work has come, whose first step may be long and the last one: shorten the lease
@@ -221,8 +221,8 @@ class WorkerService:
             )
         finally:
             self._committing = False
-        self.commit_s = self.clock() - started
-        self.metrics.commit_seconds.observe(self.commit_s)
+        self.num_entries = len(commit.entries)
+        self.metrics.commit_seconds.observe(self.clock() - started)
         if life is not self.life:
             return True
         if answers is None:
