@@ -27,7 +27,7 @@ class WorkerLoops:
         self._service = service
         self._pacer = Pacer(flush_interval_s)
         self._wake = asyncio.Event()  # there is something to flush
-        self._parked = False  # the flush loop waits for nothing else
+        self._parked = False  # the flush loop waits for something to flush, at most until the next report
         self._beat_missed = False
 
     async def run(self, stop: Stop) -> None:
@@ -67,7 +67,7 @@ class WorkerLoops:
             await self._service.heartbeat()
 
     def _on_progress(self, loop: asyncio.AbstractEventLoop) -> None:
-        """In the engine's thread: wakes the flush loop if it sleeps for good, or too long for this."""
+        """In the engine's thread: wakes the flush loop if it has nothing to flush yet, or sleeps too long for this."""
         if not self._wake.is_set() and (self._parked or self._service.urgent):
             with contextlib.suppress(RuntimeError):  # the event loop is closed: the process ends
                 loop.call_soon_threadsafe(self._wake.set)
@@ -77,10 +77,10 @@ class WorkerLoops:
         service.check_engine()
         self._parked = True  # before looking: what happens after the look wakes this loop
         self._wake.clear()
-        now, urgent = service.clock(), service.urgent
-        regular = self._pacer.due_in(now, pending=service.pending, running=service.has_sequences)
+        now, urgent, pending = service.clock(), service.urgent, service.pending
+        regular = self._pacer.due_in(now, pending=pending, running=service.has_sequences)
         delay = 0.0 if urgent else regular
-        self._parked = delay is None
+        self._parked = not pending  # what is drawn meanwhile is due sooner than the next report
         if delay is None or delay > 0:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(delay):

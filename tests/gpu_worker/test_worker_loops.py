@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from services.gpu_worker import pacing
 from services.gpu_worker.composer import Budget
 from services.gpu_worker.loops import WorkerLoops
 from services.gpu_worker.scripted_engine import ScriptedEngine, validate
@@ -101,6 +102,19 @@ async def test_a_first_token_does_not_wait_for_the_interval(redis_url: str) -> N
             turns.release()
             await wait_until(lambda count=count: _has(bench, sid, count))  # type: ignore[misc]
         assert await running.state(sid) == "done"
+
+
+async def test_tokens_do_not_wait_for_the_next_report(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither a first nor a last token, which go at once: the engine stands still after the second one."""
+    monkeypatch.setattr(pacing, "REPORT_S", 60.0)
+    turns = threading.Semaphore(0)
+    async with worker_running(redis_url, step_s=1.0, sleep=lambda _: turns.acquire(timeout=10)) as running:
+        bench = running.bench
+        sid = await bench.place(PROMPT, max_tokens=3)
+        for count in (1, 2):
+            turns.release()
+            await wait_until(lambda count=count: _has(bench, sid, count))  # type: ignore[misc]
+        turns.release()
 
 
 async def test_the_lease_is_short_from_the_first_step_on(redis_url: str) -> None:
