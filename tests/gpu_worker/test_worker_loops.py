@@ -166,8 +166,8 @@ async def test_the_lease_is_kept_while_the_last_step_ends(redis_url: str) -> Non
         await wait_until(lambda: len(steps) == 3)
         running.stop.set()
         lease = bench.key("lease", "worker", bench.worker.incarnation)
-        await bench.redis.pexpire(lease, 300)
-        await wait_until(lambda: _lasts(bench, lease, 500))
+        await bench.redis.pexpire(lease, 700)
+        await wait_until(lambda: _lasts(bench, lease, 720))
         go_on.set()
         await running.task
         assert await bench.log(sid) == vocab.answer(PROMPT, 3)
