@@ -37,10 +37,14 @@ class StepCost:
         return self._num_tokens_decayed / self._seconds_decayed if self._seconds_decayed > 0 else 0.0
 
     def max_prefill_tokens(self, max_step_s: float) -> int:
-        """How many prefill tokens fit beside decoding sequences in a step of this length."""
+        """How many prefill tokens fit beside decoding sequences in a step of this length.
+
+        Half of it is theirs even where decoding alone takes longer: else newcomers would trickle into a large batch.
+        """
         if self.token_s <= 0:
             return UNKNOWN_PREFILL_TOKENS
-        return max(MIN_PREFILL_TOKENS, int((max_step_s - self.decode_s) / self.token_s))
+        seconds = max(max_step_s - self.decode_s, max_step_s / 2)
+        return max(MIN_PREFILL_TOKENS, int(seconds / self.token_s))
 
     def hang_s(self, num_prefill_tokens: int) -> float:
         """A step that takes longer than this never ends."""

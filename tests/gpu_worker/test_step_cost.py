@@ -50,3 +50,10 @@ def test_on_a_busy_machine_a_step_may_take_as_long_as_others_did() -> None:
     for _ in range(500):
         cost.observe(num_decoding=1, num_prefill_tokens=0, num_drawn=1, seconds=0.1)
     assert cost.hang_s(0) == 5.0
+
+
+def test_newcomers_get_half_a_step_where_decoding_alone_takes_longer() -> None:
+    cost = StepCost()
+    cost.observe(0, 100, 1, 0.1)  # a millisecond a prefill token
+    cost.observe(32, 0, 32, 0.5)
+    assert cost.max_prefill_tokens(0.1) == 50
