@@ -21,9 +21,12 @@ weighted least squares to (log(1 + f) - f + f^2 / 2) / f^3 between sqrt(1/2) - 1
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 import torch
 
-from kernels.philox import MASK, philox_4x32_10
+from kernels.philox import MASK, Words, philox_4x32_10
 
 # Coefficients from the highest power down; each is a float32.
 LOG_POLYNOMIAL = (
@@ -43,26 +46,43 @@ SQRT_HALF_BITS = 0x3F3504F3
 LOG1P_REACH = 0.29289323  # 1 - sqrt(1/2)
 
 
-def gumbel_noise(seed: int, choice: int, position: int, vocab_size: int) -> torch.Tensor:
+@dataclass(frozen=True, slots=True)
+class NoiseKey:
+    """What the noise of a row of tokens depends on; position is the number of output tokens before it."""
+
+    seed: int
+    choice: int
+    position: int
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.seed < 1 << 64 or not 0 <= self.choice <= MASK or not 0 <= self.position <= MASK:
+            raise ValueError("NoiseKey: seed must be a uint64, choice and position uint32")
+
+
+def gumbel_noise(key: NoiseKey, vocab_size: int) -> torch.Tensor:
     """Noise of the token ids 0 to vocab_size - 1, float32 [vocab_size]."""
-    _check(seed, choice, position)
-    groups = torch.arange((vocab_size + 3) // 4)
-    words = _words(seed, choice, position, groups)
-    return gumbel_from_bits(torch.stack(words, dim=1).flatten()[:vocab_size])
+    words = gumbel_words([key], torch.arange((vocab_size + 3) // 4))
+    return gumbel_from_bits(torch.stack(words, dim=-1).flatten()[:vocab_size])
 
 
-def gumbel_noise_at(seed: int, choice: int, position: int, token_ids: torch.Tensor) -> torch.Tensor:
-    """Noise of these token ids (int64, any shape), float32; the same numbers as in the whole row."""
-    _check(seed, choice, position)
-    words = torch.stack(_words(seed, choice, position, token_ids // 4), dim=-1)
-    return gumbel_from_bits(words.gather(-1, (token_ids % 4).unsqueeze(-1)).squeeze(-1))
+def gumbel_noise_at(key: NoiseKey, token_ids: torch.Tensor) -> torch.Tensor:
+    """Noise of these token ids (int64 [n]), float32 [n]; the same numbers as in the whole row."""
+    words = torch.stack(gumbel_words([key], token_ids // 4), dim=-1)[0]
+    return gumbel_from_bits(words.gather(1, (token_ids % 4).unsqueeze(1)).squeeze(1))
 
 
-def gumbel_noise_reference(seed: int, choice: int, position: int, vocab_size: int) -> torch.Tensor:
+def gumbel_noise_reference(key: NoiseKey, vocab_size: int) -> torch.Tensor:
     """The definition in float64: what `gumbel_noise` approximates to a few units in the last place."""
-    words = _words(seed, choice, position, torch.arange((vocab_size + 3) // 4))
-    v = (torch.stack(words, dim=1).flatten()[:vocab_size].double() + 0.5) * 2.0**-32
+    words = gumbel_words([key], torch.arange((vocab_size + 3) // 4))
+    v = (torch.stack(words, dim=-1).flatten()[:vocab_size].double() + 0.5) * 2.0**-32
     return -torch.log(-torch.log1p(-v))
+
+
+def gumbel_words(keys: Sequence[NoiseKey], groups: torch.Tensor) -> Words:
+    """x of the four tokens of each group (token id div 4; int64 [G]) under each key: four uint32 tensors [keys, G]."""
+    fields = [(k.seed & MASK, k.seed >> 32, k.position, k.choice) for k in keys]
+    low, high, position, choice = torch.tensor(fields, dtype=torch.int64).t().unsqueeze(-1)
+    return philox_4x32_10((groups.unsqueeze(0), position, choice, torch.zeros_like(choice)), (low, high))
 
 
 def gumbel_from_bits(x: torch.Tensor) -> torch.Tensor:
@@ -73,16 +93,6 @@ def gumbel_from_bits(x: torch.Tensor) -> torch.Tensor:
     near = low & (t <= LOG1P_REACH)
     exponential = -_log_reduced(torch.where(near, 0.0, k), torch.where(near, -t, f))
     return -_log_reduced(*_reduce(exponential))
-
-
-def _check(seed: int, choice: int, position: int) -> None:
-    if not 0 <= seed < 1 << 64 or not 0 <= choice <= MASK or not 0 <= position <= MASK:
-        raise ValueError("gumbel_noise: seed must be a uint64, choice and position uint32")
-
-
-def _words(seed: int, choice: int, position: int, groups: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    position_word, choice_word, zero = (torch.full_like(groups, value) for value in (position, choice, 0))
-    return philox_4x32_10((groups, position_word, choice_word, zero), (seed & MASK, seed >> 32))
 
 
 def _reduce(u: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

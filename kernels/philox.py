@@ -14,18 +14,17 @@ WEYL = (0x9E3779B9, 0xBB67AE85)
 NUM_ROUNDS = 10
 
 Words = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+Key = tuple[torch.Tensor, torch.Tensor]
 
 
-def philox_4x32_10(counter: Words, key: tuple[int, int]) -> Words:
-    """Four output words for each counter; the counter's tensors broadcast."""
-    if any(word.dtype != torch.int64 for word in counter):
-        raise TypeError("philox_4x32_10: counter words must be int64 tensors")
-    if any(not 0 <= k <= MASK for k in key):
-        raise ValueError("philox_4x32_10: key words must be uint32")
+def philox_4x32_10(counter: Words, key: Key) -> Words:
+    """Four output words for each counter and key; all six tensors broadcast against each other."""
+    if any(word.dtype != torch.int64 for word in (*counter, *key)):
+        raise TypeError("philox_4x32_10: counter and key words must be int64 tensors")
     return philox_4x32_10_reference(counter, key)
 
 
-def philox_4x32_10_reference(counter: Words, key: tuple[int, int]) -> Words:
+def philox_4x32_10_reference(counter: Words, key: Key) -> Words:
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(NUM_ROUNDS):

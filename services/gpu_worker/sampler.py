@@ -15,13 +15,14 @@ from dataclasses import dataclass
 
 import torch
 
-from kernels.gumbel import gumbel_noise, gumbel_noise_at
+from kernels.gumbel import NoiseKey, gumbel_noise_at
+from kernels.gumbel_argmax import gumbel_argmax
 from services.gpu_worker.batch import SampledToken
 from shared.protocol import SamplingParams
 
 GREEDY_BELOW = 1e-5  # a lower temperature is 0
 LOGPROB_FLOOR = -9999.0  # JSON has no infinity
-_FIRST_CANDIDATES = 1024  # of top-p: nearly always enough, and far cheaper than sorting the vocabulary
+_LIKELY = -12.0  # scaled logits that top-p looks at first: nearly always enough, and far fewer than the vocabulary
 _SUM_ROW = 256
 
 
@@ -37,6 +38,10 @@ class Draw:
     @property
     def position(self) -> int:
         return len(self.token_ids) - self.num_prompt
+
+    @property
+    def noise_key(self) -> NoiseKey:
+        return NoiseKey(self.params.seed, self.choice, self.position)
 
     @property
     def is_greedy(self) -> bool:
@@ -75,18 +80,15 @@ def sample(logits: torch.Tensor, draws: Seq[Draw]) -> list[SampledToken]:
         return []
     if all(draw.is_plain for draw in draws):
         return [SampledToken(token_id) for token_id in logits.argmax(-1).tolist()]
-    return [_sample_row(row, draw) for row, draw in zip(logits, draws, strict=True)]
-
-
-def _sample_row(row: torch.Tensor, draw: Draw) -> SampledToken:
-    reason = validate(draw.params, row.numel())
-    if reason is not None:
-        raise ValueError(reason)
-    changed = apply_controls(row, draw)
-    token_id = int(changed.argmax()) if draw.is_greedy else draw_token(changed, draw)
-    if draw.params.logprobs is None:
-        return SampledToken(token_id)
-    return with_logprobs(row, token_id, draw.params.logprobs)
+    for draw in draws:
+        reason = validate(draw.params, logits.shape[1])
+        if reason is not None:
+            raise ValueError(reason)
+    token_ids = draw_tokens([apply_controls(row, draw) for row, draw in zip(logits, draws, strict=True)], draws)
+    return [
+        SampledToken(token_id) if draw.params.logprobs is None else with_logprobs(row, token_id, draw.params.logprobs)
+        for row, token_id, draw in zip(logits, token_ids, draws, strict=True)
+    ]
 
 
 def apply_controls(row: torch.Tensor, draw: Draw) -> torch.Tensor:
@@ -111,16 +113,25 @@ def apply_controls(row: torch.Tensor, draw: Draw) -> torch.Tensor:
     return row
 
 
-def draw_token(row: torch.Tensor, draw: Draw) -> int:
-    """Gumbel-max over what the filters leave of the row."""
-    params = draw.params
-    scaled = (row - row.max()) / params.temperature
-    kept = filtered_ids(scaled, params)
-    if kept is None:
-        noise = gumbel_noise(params.seed, draw.choice, draw.position, row.numel())
-        return int((scaled + noise).argmax())
-    noise = gumbel_noise_at(params.seed, draw.choice, draw.position, kept)
-    return int(kept[(scaled[kept] + noise).argmax()])
+def draw_tokens(rows: Seq[torch.Tensor], draws: Seq[Draw]) -> list[int]:
+    """The token of each row of controlled logits; rows whose whole vocabulary is open are drawn together."""
+    token_ids = [-1] * len(rows)
+    open_rows: dict[int, torch.Tensor] = {}
+    for i, (row, draw) in enumerate(zip(rows, draws, strict=True)):
+        if draw.is_greedy:
+            token_ids[i] = int(row.argmax())
+            continue
+        scaled = (row - row.max()) / draw.params.temperature
+        kept = filtered_ids(scaled, draw.params)
+        if kept is None:
+            open_rows[i] = scaled
+        else:
+            token_ids[i] = int(kept[(scaled[kept] + gumbel_noise_at(draw.noise_key, kept)).argmax()])
+    if open_rows:
+        drawn = gumbel_argmax(torch.stack(list(open_rows.values())), [draws[i].noise_key for i in open_rows])
+        for i, token_id in zip(open_rows, drawn, strict=True):
+            token_ids[i] = token_id
+    return token_ids
 
 
 def filtered_ids(scaled: torch.Tensor, params: SamplingParams) -> torch.Tensor | None:
@@ -131,8 +142,8 @@ def filtered_ids(scaled: torch.Tensor, params: SamplingParams) -> torch.Tensor |
     if params.top_p < 1.0:
         kept = _nucleus(scaled, kept, params.top_p)
     if params.min_p > 0.0:
-        likely = scaled >= math.log(params.min_p)
-        kept = likely.nonzero().flatten() if kept is None else kept[likely[kept]]
+        least = math.log(params.min_p)
+        kept = (scaled >= least).nonzero().flatten() if kept is None else kept[scaled[kept] >= least]
     return None if kept is None else kept.sort().values
 
 
@@ -147,17 +158,17 @@ def top_ids(row: torch.Tensor, count: int) -> torch.Tensor:
 
 def _nucleus(scaled: torch.Tensor, candidates: torch.Tensor | None, top_p: float) -> torch.Tensor:
     """Of the candidates (best first; None: all), the fewest whose probabilities, from the best on, reach top_p."""
-    weights = scaled.exp().double()
     if candidates is not None:
-        reached = weights[candidates].cumsum(0)
+        reached = scaled[candidates].exp().double().cumsum(0)
         return candidates[: _prefix(reached, top_p * float(reached[-1]))]
-    wanted = top_p * float(ordered_sum(weights))
-    candidates = top_ids(scaled, min(_FIRST_CANDIDATES, scaled.numel()))
-    reached = weights[candidates].cumsum(0)
-    if reached[-1] < wanted:
-        candidates = scaled.argsort(descending=True, stable=True)
-        reached = weights[candidates].cumsum(0)
-    return candidates[: _prefix(reached, wanted)]
+    weights = scaled.exp()
+    wanted = top_p * ordered_sum(weights)
+    for candidates in ((scaled >= _LIKELY).nonzero().flatten(), torch.arange(scaled.numel())):
+        ranked = candidates[scaled[candidates].argsort(descending=True, stable=True)]
+        reached = weights[ranked].double().cumsum(0)
+        if reached[-1] >= wanted:
+            break
+    return ranked[: _prefix(reached, wanted)]
 
 
 def _prefix(reached: torch.Tensor, wanted: float) -> int:
@@ -165,17 +176,17 @@ def _prefix(reached: torch.Tensor, wanted: float) -> int:
     return int((reached < wanted).sum()) + 1
 
 
-def ordered_sum(values: torch.Tensor) -> torch.Tensor:
-    """The sum of a float64 vector, in an order that depends on its length alone (torch's depends on its threads)."""
+def ordered_sum(values: torch.Tensor) -> float:
+    """The sum of a vector, in an order that depends on its length alone (torch's depends on its threads)."""
     missing = -values.numel() % _SUM_ROW
-    rows = torch.nn.functional.pad(values, (0, missing)).view(-1, _SUM_ROW).sum(-1)
-    return rows.cumsum(0)[-1]
+    padded = torch.nn.functional.pad(values, (0, missing)) if missing else values
+    return float(padded.view(-1, _SUM_ROW).sum(-1).double().cumsum(0)[-1])
 
 
 def with_logprobs(row: torch.Tensor, token_id: int, num_top: int) -> SampledToken:
     """The token with its log-probability and the num_top best alternatives, under the unmodified logits."""
     largest = row.max()
-    log_sum = float(largest) + math.log(float(ordered_sum((row - largest).exp().double())))
+    log_sum = float(largest) + math.log(ordered_sum((row - largest).exp()))
     ids = top_ids(row, min(num_top, row.numel())).tolist() if num_top else []
     logits = row[[token_id, *ids]].double().tolist()
     logprobs = [max(LOGPROB_FLOOR, value - log_sum) for value in logits]

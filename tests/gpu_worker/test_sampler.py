@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kernels.gumbel import gumbel_noise
+from kernels.gumbel import NoiseKey, gumbel_noise
 from services.gpu_worker import sampler
 from services.gpu_worker.sampler import (
     LOGPROB_FLOOR,
@@ -67,7 +67,7 @@ def test_greedy_over_a_large_vocabulary_is_the_first_largest_with_any_threads() 
 def test_a_draw_is_logits_plus_noise() -> None:
     logits = row()
     for position in range(5):
-        noise = gumbel_noise(11, 3, position, VOCAB)
+        noise = gumbel_noise(NoiseKey(11, 3, position), VOCAB)
         want = int(((logits - logits.max()) / 0.7 + noise).argmax())
         tokens = (1, 2) + (4,) * position
         assert one(logits, draw(tokens, choice=3, temperature=0.7)) == want
@@ -142,17 +142,17 @@ def test_filters(values: list[int], top_k: int, top_p: float, min_p: float) -> N
 def test_nucleus_beyond_its_first_candidates(monkeypatch: pytest.MonkeyPatch) -> None:
     scaled = row(2, 2000) - row(2, 2000).max()
     want = filtered_ids(scaled, params(top_p=0.9))
-    monkeypatch.setattr(sampler, "_FIRST_CANDIDATES", 3)
+    monkeypatch.setattr(sampler, "_LIKELY", -0.1)
     got = filtered_ids(scaled, params(top_p=0.9))
     assert want is not None and got is not None
-    assert torch.equal(want, got) and 3 < len(got) < 2000
+    assert torch.equal(want, got) and 3 < len(got) < 2000 and scaled[got].min() < -0.1
 
 
 def test_filtered_draws_use_the_whole_row_s_noise() -> None:
     logits = row(5)
     kept = filtered_ids(logits - logits.max(), params(top_k=5))
     assert kept is not None
-    noise = gumbel_noise(11, 0, 0, VOCAB)
+    noise = gumbel_noise(NoiseKey(11, 0, 0), VOCAB)
     assert one(logits, draw(temperature=1.0, top_k=5)) == int(kept[(logits[kept] + noise[kept]).argmax()])
 
 
@@ -164,13 +164,13 @@ def test_top_ids_of_equal_values_are_the_lowest() -> None:
 
 
 def test_ordered_sum_does_not_depend_on_threads() -> None:
-    values = row(0, 100_000).double().exp()
+    values = row(0, 100_000).exp()
     results = set()
     for threads in (1, 2, 3, 5):
         with torch_threads(threads):
-            results.add(float(ordered_sum(values)))
+            results.add(ordered_sum(values))
     assert len(results) == 1
-    assert results.pop() == pytest.approx(math.fsum(values.tolist()), rel=1e-12)
+    assert results.pop() == pytest.approx(math.fsum(values.tolist()), rel=1e-6)
 
 
 # --- controls --------------------------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ from kernels.gumbel import (
     LN2_LOW,
     LOG1P_REACH,
     LOG_POLYNOMIAL,
+    NoiseKey,
     gumbel_from_bits,
     gumbel_noise,
     gumbel_noise_at,
@@ -19,6 +20,7 @@ from kernels.gumbel import (
 from tests.kernels.threads import torch_threads
 
 F = np.float32
+KEY = NoiseKey(9, 0, 2)
 EDGES = [0, 1, 2, (1 << 31) - 2, (1 << 31) - 1, 1 << 31, (1 << 31) + 1, (1 << 32) - 2, (1 << 32) - 1]
 
 
@@ -27,8 +29,8 @@ def exact_noise(x: torch.Tensor) -> torch.Tensor:
 
 
 def test_accuracy_on_a_million_values() -> None:
-    noise = gumbel_noise(0x0123456789ABCDEF, 3, 77, 1 << 20)
-    want = gumbel_noise_reference(0x0123456789ABCDEF, 3, 77, 1 << 20)
+    noise = gumbel_noise(NoiseKey(0x0123456789ABCDEF, 3, 77), 1 << 20)
+    want = gumbel_noise_reference(NoiseKey(0x0123456789ABCDEF, 3, 77), 1 << 20)
     assert (noise.double() - want).abs().max() < 1e-6
     assert abs(float(noise.double().mean()) - 0.5772) < 0.005
     assert abs(float(noise.double().var()) - 1.6449) < 0.01
@@ -81,35 +83,34 @@ def test_bits_are_those_of_the_definition() -> None:
 
 def test_bits_are_pinned() -> None:
     """Another implementation, and every later version, must draw the same tokens from the same seeds."""
-    noise = gumbel_noise(42, 1, 5, 6).view(torch.int32).tolist()
+    noise = gumbel_noise(NoiseKey(42, 1, 5), 6).view(torch.int32).tolist()
     assert noise == [1038882981, 1059511477, -1095243341, -1109574853, -1095535771, 1061491464]
 
 
 @pytest.mark.parametrize("vocab_size", [1, 3, 4, 63, 100, 49152])
 def test_a_token_has_one_noise(vocab_size: int) -> None:
-    row = gumbel_noise(9, 0, 2, 50000)
-    assert torch.equal(gumbel_noise(9, 0, 2, vocab_size), row[:vocab_size])
+    row = gumbel_noise(KEY, 50000)
+    assert torch.equal(gumbel_noise(KEY, vocab_size), row[:vocab_size])
     ids = torch.tensor([vocab_size - 1, 0, vocab_size // 2])
-    assert torch.equal(gumbel_noise_at(9, 0, 2, ids), row[ids])
+    assert torch.equal(gumbel_noise_at(KEY, ids), row[ids])
     with torch_threads(3):
-        assert torch.equal(gumbel_noise(9, 0, 2, 50000), row)
+        assert torch.equal(gumbel_noise(KEY, 50000), row)
 
 
 def test_every_part_of_the_key_matters() -> None:
-    base = (1, 0, 0)
-    row = gumbel_noise(*base, 64)
+    row = gumbel_noise(NoiseKey(1, 0, 0), 64)
     for other in ((2, 0, 0), (1 + (1 << 32), 0, 0), (1, 1, 0), (1, 0, 1)):
-        assert (gumbel_noise(*other, 64) != row).sum() > 60
+        assert (gumbel_noise(NoiseKey(*other), 64) != row).sum() > 60
 
 
 def test_argmax_draws_from_the_softmax() -> None:
     logits = torch.tensor([0.0, 1.0, 2.0, -1.0, 0.5])
-    draws = torch.stack([(logits + gumbel_noise(seed, 0, 0, 5)).argmax() for seed in range(1500)])
+    draws = torch.stack([(logits + gumbel_noise(NoiseKey(seed, 0, 0), 5)).argmax() for seed in range(1500)])
     shares = torch.bincount(draws, minlength=5) / len(draws)
     assert (shares - logits.softmax(0)).abs().max() < 0.04
 
 
 @pytest.mark.parametrize("bad", [(-1, 0, 0), (1 << 64, 0, 0), (0, -1, 0), (0, 0, 1 << 32)])
 def test_refuses_what_does_not_fit(bad: tuple[int, int, int]) -> None:
-    with pytest.raises(ValueError, match="gumbel_noise"):
-        gumbel_noise(*bad, 4)
+    with pytest.raises(ValueError, match="NoiseKey"):
+        NoiseKey(*bad)

@@ -20,25 +20,25 @@ KNOWN = [
 
 @pytest.mark.parametrize(("counter", "key", "words"), KNOWN)
 def test_known_answers(counter: tuple[int, ...], key: tuple[int, int], words: str) -> None:
-    c0, c1, c2, c3 = (torch.tensor([value]) for value in counter)
-    assert " ".join(f"{int(word):08x}" for word in philox_4x32_10((c0, c1, c2, c3), key)) == words
+    c0, c1, c2, c3, k0, k1 = (torch.tensor([value]) for value in (*counter, *key))
+    assert " ".join(f"{int(word):08x}" for word in philox_4x32_10((c0, c1, c2, c3), (k0, k1))) == words
 
 
-def test_counters_are_independent() -> None:
-    def run(groups: list[int]) -> torch.Tensor:
-        c0 = torch.tensor(groups)
-        rest = [torch.full_like(c0, value) for value in (7, 1, 0)]
-        return torch.stack(philox_4x32_10((c0, rest[0], rest[1], rest[2]), (3, 4)))
+def test_counters_and_keys_are_independent() -> None:
+    def run(groups: list[int], keys: list[int]) -> torch.Tensor:
+        c0, k0 = torch.tensor(groups), torch.tensor(keys).unsqueeze(1)
+        seven, zero = torch.tensor([7]), torch.tensor([0])
+        return torch.stack(philox_4x32_10((c0, seven, zero, zero), (k0, seven)))
 
-    together = run(list(range(1000)))
-    assert torch.equal(run([999, 3]), together[:, [999, 3]])
-    assert together.unique().numel() > 3990  # 4,000 words of 32 bits hardly ever collide
+    together = run(list(range(1000)), [3, 4])
+    assert together.shape == (4, 2, 1000)
+    assert torch.equal(run([999, 3], [4]), together[:, 1:, [999, 3]])
+    assert together.unique().numel() > 7990  # 8,000 words of 32 bits hardly ever collide
 
 
 def test_refuses_other_integers() -> None:
-    c = torch.zeros(1, dtype=torch.int32)
+    c, k = torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int32)
     with pytest.raises(TypeError, match="int64"):
-        philox_4x32_10((c, c, c, c), (0, 0))
-    d = torch.zeros(1, dtype=torch.int64)
-    with pytest.raises(ValueError, match="uint32"):
-        philox_4x32_10((d, d, d, d), (0, 1 << 32))
+        philox_4x32_10((c, c, c, k), (c, c))
+    with pytest.raises(TypeError, match="int64"):
+        philox_4x32_10((c, c, c, c), (c, k))
