@@ -42,8 +42,8 @@ def test_a_reader_that_stops_costs_lines_and_no_time() -> None:
             lines.append(reader.readline())
         console.close()
     assert lines[0] == f"a | {0:0100d}\n"
-    note = next(line for line in lines if "lines not shown: the reader was too slow" in line)
-    assert len(lines) - 2 + int(note[1:].split()[0]) == num_lines
+    notes = [line for line in lines if "lines not shown: the reader was too slow" in line]  # one, or more if it is slow
+    assert notes and len(lines) - len(notes) - 1 + sum(int(note[1:].split()[0]) for note in notes) == num_lines
 
 
 def test_a_reader_that_is_gone_does_no_harm() -> None:
