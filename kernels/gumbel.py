@@ -65,10 +65,14 @@ def gumbel_noise(key: NoiseKey, vocab_size: int) -> torch.Tensor:
     return gumbel_from_bits(torch.stack(words, dim=-1).flatten()[:vocab_size])
 
 
-def gumbel_noise_at(key: NoiseKey, token_ids: torch.Tensor) -> torch.Tensor:
-    """Noise of these token ids (int64 [n]), float32 [n]; the same numbers as in the whole row."""
-    words = torch.stack(gumbel_words([key], token_ids // 4), dim=-1)[0]
-    return gumbel_from_bits(words.gather(1, (token_ids % 4).unsqueeze(1)).squeeze(1))
+def gumbel_noise_at(keys: Sequence[NoiseKey], token_ids: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Under each key the noise of its token ids (int64 [n]), float32 [n]; the same numbers as in the whole row."""
+    sizes = torch.tensor([len(ids) for ids in token_ids])
+    low, high, position, choice = (field.repeat_interleave(sizes) for field in _fields(keys))
+    ids = torch.cat(list(token_ids))
+    words = philox_4x32_10((ids // 4, position, choice, torch.zeros_like(ids)), (low, high))
+    x = torch.stack(words).gather(0, (ids % 4).unsqueeze(0))[0]
+    return list(torch.split(gumbel_from_bits(x), sizes.tolist()))
 
 
 def gumbel_noise_reference(key: NoiseKey, vocab_size: int) -> torch.Tensor:
@@ -80,9 +84,15 @@ def gumbel_noise_reference(key: NoiseKey, vocab_size: int) -> torch.Tensor:
 
 def gumbel_words(keys: Sequence[NoiseKey], groups: torch.Tensor) -> Words:
     """x of the four tokens of each group (token id div 4; int64 [G]) under each key: four uint32 tensors [keys, G]."""
-    fields = [(k.seed & MASK, k.seed >> 32, k.position, k.choice) for k in keys]
-    low, high, position, choice = torch.tensor(fields, dtype=torch.int64).t().unsqueeze(-1)
+    low, high, position, choice = (field.unsqueeze(1) for field in _fields(keys))
     return philox_4x32_10((groups.unsqueeze(0), position, choice, torch.zeros_like(choice)), (low, high))
+
+
+def _fields(keys: Sequence[NoiseKey]) -> tuple[torch.Tensor, ...]:
+    """Low and high half of the seeds, positions, choices; each int64 [keys]."""
+    return torch.tensor([(k.seed & MASK, k.seed >> 32, k.position, k.choice) for k in keys], dtype=torch.int64).unbind(
+        1
+    )
 
 
 def gumbel_from_bits(x: torch.Tensor) -> torch.Tensor:

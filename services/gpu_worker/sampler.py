@@ -114,9 +114,10 @@ def apply_controls(row: torch.Tensor, draw: Draw) -> torch.Tensor:
 
 
 def draw_tokens(rows: Seq[torch.Tensor], draws: Seq[Draw]) -> list[int]:
-    """The token of each row of controlled logits; rows whose whole vocabulary is open are drawn together."""
+    """The token of each row of controlled logits. Rows are filtered one by one, their noise is computed together."""
     token_ids = [-1] * len(rows)
     open_rows: dict[int, torch.Tensor] = {}
+    filtered: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # scaled logits and ids of the tokens left
     for i, (row, draw) in enumerate(zip(rows, draws, strict=True)):
         if draw.is_greedy:
             token_ids[i] = int(row.argmax())
@@ -126,11 +127,15 @@ def draw_tokens(rows: Seq[torch.Tensor], draws: Seq[Draw]) -> list[int]:
         if kept is None:
             open_rows[i] = scaled
         else:
-            token_ids[i] = int(kept[(scaled[kept] + gumbel_noise_at(draw.noise_key, kept)).argmax()])
+            filtered[i] = (scaled[kept], kept)
     if open_rows:
         drawn = gumbel_argmax(torch.stack(list(open_rows.values())), [draws[i].noise_key for i in open_rows])
         for i, token_id in zip(open_rows, drawn, strict=True):
             token_ids[i] = token_id
+    if filtered:
+        noises = gumbel_noise_at([draws[i].noise_key for i in filtered], [kept for _, kept in filtered.values()])
+        for (i, (scores, kept)), noise in zip(filtered.items(), noises, strict=True):
+            token_ids[i] = int(kept[(scores + noise).argmax()])
     return token_ids
 
 

@@ -92,7 +92,10 @@ def test_a_token_has_one_noise(vocab_size: int) -> None:
     row = gumbel_noise(KEY, 50000)
     assert torch.equal(gumbel_noise(KEY, vocab_size), row[:vocab_size])
     ids = torch.tensor([vocab_size - 1, 0, vocab_size // 2])
-    assert torch.equal(gumbel_noise_at(KEY, ids), row[ids])
+    other_ids = torch.tensor([5, 4])
+    noises = gumbel_noise_at([KEY, NoiseKey(1, 2, 3), KEY], [ids, other_ids, ids[:1]])
+    assert torch.equal(noises[0], row[ids]) and torch.equal(noises[2], row[ids[:1]])
+    assert torch.equal(noises[1], gumbel_noise(NoiseKey(1, 2, 3), 6)[other_ids])
     with torch_threads(3):
         assert torch.equal(gumbel_noise(KEY, 50000), row)
 
