@@ -117,10 +117,16 @@ class BlockManager:
         return self.block_size * len(self.index.match(shareable, packed_ids, 4 * self.block_size))
 
     def take(self, sid: str, epoch: int, index: int, block_id: int, order: int) -> bool:
-        """The worker used a spare block as the sequence's next; returns whether the sequence has it there."""
+        """The worker used a spare block as the sequence's next; returns whether the sequence has it there.
+
+        If the sequence has ended meanwhile (a later call has overtaken this one), the block is free with the others.
+        """
         hold = self._hold_of(sid, epoch, order)
         if hold is not None and hold.has(index, block_id):
             return True
+        if hold is None and self._endings.is_known(sid, epoch):
+            self.reclaim([block_id], order)
+            return False
         if hold is None or index != len(hold.block_ids) or block_id not in self.spares:
             self.counts.refused_takes += 1
             log.warning("take refused: block %s as number %s of %s.e%s", block_id, index, sid, epoch)

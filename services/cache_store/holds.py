@@ -103,6 +103,10 @@ class Endings:
             _, (_, oldest) = self._last.popitem(last=False)
             self._floor = max(self._floor, oldest)
 
+    def is_known(self, sid: str, epoch: int) -> bool:
+        """Whether this epoch has ended, as far as is remembered."""
+        return epoch <= self._last.get(sid, (-1, -1))[0]
+
     def is_over(self, sid: str, epoch: int, order: int) -> bool:
         """Whether a call of this order that wants to hold blocks for (sid, epoch) comes too late."""
         last_epoch, last_order = self._last.get(sid, (-1, -1))

@@ -172,3 +172,28 @@ def test_a_contradiction_is_noticed(damage: str) -> None:
         manager.holds["b"].keys.append(manager.holds["a"].keys[0])
     with pytest.raises(AssertionError):
         manager.check_invariants()
+
+
+def test_a_take_that_comes_after_its_sequence_has_ended_frees_the_block(calls: Numbered) -> None:
+    calls.ensure("a", PROMPT)
+    (spare,) = calls.grant(1)
+    late = calls.next(None)
+    calls.release("a")
+    assert not calls.take("a", 3, spare, at=late)
+    assert calls.num_free == 16 and not calls.manager.spares
+
+
+def test_a_take_that_comes_late_frees_no_block_that_was_granted_again(calls: Numbered) -> None:
+    calls.ensure("a", PROMPT)
+    (spare,) = calls.grant(1)
+    late = calls.next(None)
+    calls.release("a")
+    assert calls.grant(1) == (spare,)
+    calls.take("a", 3, spare, at=late)
+    assert list(calls.manager.spares) == [spare]
+
+
+def test_a_take_of_a_sequence_that_is_not_known_changes_nothing(calls: Numbered) -> None:
+    (spare,) = calls.grant(1)
+    assert not calls.take("a", 3, spare)
+    assert list(calls.manager.spares) == [spare]
