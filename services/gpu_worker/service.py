@@ -129,7 +129,16 @@ class WorkerService:
         while life is self.life and self.pending:
             await self.flush()
         await self._hand_back(places)
+        await self._close_plan(life)
         await life.membership.leave()
+
+    async def _close_plan(self, life: Life) -> None:
+        """Nothing more is assigned here; what was and has not been read is handed back too, or it got a strike."""
+        await self.redis.delete(self.scripts.key(f"plan:{life.worker}"))
+        for sid in await self.records.placed_on(life.worker):
+            record = await self.records.sequence(sid)
+            if record is not None and record.state == "placed" and record.worker == life.worker:
+                await self.scripts.requeue(sid, record.epoch)
 
     # --- the plan and the engine -------------------------------------------------------------------------------------
 

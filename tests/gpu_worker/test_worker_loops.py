@@ -150,6 +150,17 @@ async def test_a_sigterm_hands_running_sequences_back(redis_url: str) -> None:
         assert await bench.log(sid) == vocab.answer(PROMPT, record.num_tokens)
 
 
+async def test_what_is_assigned_to_a_leaving_worker_is_handed_back_without_a_strike(redis_url: str) -> None:
+    async with worker_running(redis_url, step_s=0.005) as running:
+        bench = running.bench
+        running.stop.set()
+        sid = await bench.place(PROMPT)  # nobody reads the plan any more
+        await running.task
+        record = await bench.record(sid)
+        assert (record.state, record.strikes) == ("queued", 0)
+        assert await bench.redis.exists(bench.key("plan", bench.worker.incarnation)) == 0
+
+
 async def test_the_lease_is_kept_while_the_last_step_ends(redis_url: str) -> None:
     """A step may take longer than a lease lasts; what it draws is committed all the same."""
     go_on = threading.Event()
