@@ -18,6 +18,9 @@ from shared.protocol import Match, Matched, Member, Outcome, TokenChunk, decode,
 from shared.scripts import SCHEDULER_GROUP, prefix_of
 
 PROBE = "bystander"
+STREAMS = {"gateway": "out", "scheduler": "inbox", "store": "cache", "worker": "plan"}
+MAX_STREAM_LENGTH = 4
+LASTING = {"requests", "queue", "members", "term", "events", "secret", "dead"}
 
 
 @dataclass(frozen=True)
@@ -130,14 +133,12 @@ class State:
 
     def unrest(self) -> list[str]:
         """What keeps this from being a stack that nobody uses: open sequences, queued ones, blocks held."""
-        return [*self._open_work(), *self._held_blocks()]
+        return [*self._open_work(), *self._untrimmed_streams(), *self._lasting_keys(), *self._held_blocks()]
 
     def _open_work(self) -> Iterator[str]:
         for seq in self.sequences():
             if seq.state != "done":
                 yield f"{seq.sid} is {seq.state}"
-            elif not self.redis.ttl(self.key(f"s:{seq.sid}")) > 0:
-                yield f"the record of {seq.sid} does not expire"
         if self.num_queued():
             yield f"{self.num_queued()} entries are queued"
         if int(self.redis.hget(self.key("queue"), "tokens") or 0):
@@ -146,6 +147,24 @@ class State:
             yield f"{pending} queue entries are pending"
         for key in self.keys("on:*"):
             yield f"{key} is not empty"
+
+    def _untrimmed_streams(self) -> Iterator[str]:
+        """Invariant 8: who reads a stream trims it with its lease's refresh."""
+        for incarnation, member in self.members().items():
+            name = f"{STREAMS[member.kind]}:{incarnation}"
+            if (length := self.redis.xlen(self.key(name))) > MAX_STREAM_LENGTH:
+                yield f"{name} has {length} entries"
+
+    def _lasting_keys(self) -> Iterator[str]:
+        """What does not expire by itself must be one of the few keys that a model has as such, or a live worker's."""
+        names = self.keys("*")
+        allowed = LASTING | {f"planned:{worker}" for worker in self.alive("worker")}
+        pipe = self.redis.pipeline(transaction=False)
+        for name in names:
+            pipe.ttl(self.key(name))
+        for name, ttl in zip(names, pipe.execute(), strict=True):
+            if ttl == -1 and name not in allowed:
+                yield f"{name} does not expire"
 
     def _held_blocks(self) -> Iterator[str]:
         """By what the services publish, so it is true some 2 s later than the state itself."""

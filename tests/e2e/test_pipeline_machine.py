@@ -59,6 +59,15 @@ samplings = st.builds(
 )  # fmt: skip
 places = st.integers(0, 7)
 faults = st.sampled_from([Fault.NONE, *Fault])
+rates = st.sampled_from([0, 0.02, 0.1, 0.3])
+commands = st.sampled_from(
+    ["admit", "assign", "plan", "commit", "requeue", "finish", "cancel_if", "attach", "take_lease", "drop_lease",
+     "join", "refresh", "send", "gone", "bury", "HMGET", "XREAD", "XREADGROUP"]
+)  # fmt: skip
+misfortunes = st.sampled_from(
+    ["dies", "dies, and that is said", "stops in order", "pauses", "loses its lease", "loses a lease on a worker",
+     "loses its stream", "is not known to Redis"]
+)  # fmt: skip
 
 
 class PipelineMachine(RuleBasedStateMachine):
@@ -99,20 +108,31 @@ class PipelineMachine(RuleBasedStateMachine):
         with self.told() as world:
             world.submit(gateway, prompt, num_choices, sampling, stop_after)
 
+    @rule(gateway=st.integers(0, 1), length=st.integers(4, 20), num=st.integers(2, 4), max_tokens=st.integers(5, 30))
+    def submit_several(self, gateway: int, length: int, num: int, max_tokens: int) -> None:
+        """More than fit at once, with a common beginning."""
+        with self.told() as world:
+            for i in range(num):
+                sampling = SamplingParams(max_tokens=max_tokens, seed=i)
+                world.submit((gateway + i) % 2, (*PREFIXES[0][:length], ord("0") + i % 2), 1, sampling)
+
     @precondition(lambda self: self.world.clients)
-    @rule(number=st.integers(0, 99), elsewhere=st.booleans())
-    def client_goes(self, number: int, elsewhere: bool) -> None:
+    @rule(number=st.integers(0, 99), what=st.sampled_from(["hangs up", "attaches elsewhere", "has been forgotten"]))
+    def client(self, number: int, what: str) -> None:
         rids = sorted(self.world.clients)
         rid = rids[number % len(rids)]
         with self.told() as world:
-            if elsewhere:
-                world.attach_elsewhere(rid)
-            else:
-                world.hang_up(rid)
+            match what:
+                case "hangs up":
+                    world.hang_up(rid)
+                case "attaches elsewhere":
+                    world.attach_elsewhere(rid)
+                case _:
+                    world.forget_request(rid)
 
     # --- steps -------------------------------------------------------------------------------------------------------
 
-    @rule(num_rounds=st.integers(1, 3))
+    @rule(num_rounds=st.integers(1, 4))
     def rounds(self, num_rounds: int) -> None:
         with self.told() as world:
             world.round(num_rounds)
@@ -133,21 +153,15 @@ class PipelineMachine(RuleBasedStateMachine):
                 world.step(actor, loops[loop % len(loops)], num_commands, fault)
 
     @rule(
-        place=places, loop=st.integers(0, 9), num_commands=st.integers(1, 6), num_rounds=st.integers(1, 6),
-        leases=st.booleans(),
+        script=commands, whole=st.booleans(), leases=st.booleans(), num_rounds=st.integers(1, 4),
+        meanwhile=st.one_of(st.none(), st.tuples(misfortunes, places)),
     )  # fmt: skip
-    def strand(self, place: int, loop: int, num_commands: int, num_rounds: int, leases: bool) -> None:
-        actor = self.alive(place)
-        if actor is not None and not actor.paused:
-            loops = list(actor.loops()) if actor.started else ["start"]
-            with self.told() as world:
-                world.strand(actor, loops[loop % len(loops)], num_commands, num_rounds, leases)
-
-    @precondition(lambda self: self.world.watch.outcomes)
-    @rule(number=st.integers(0, 99))
-    def retention_ends(self, number: int) -> None:
-        rids = sorted(self.world.requests)
-        self.world.forget_request(rids[number % len(rids)])
+    def strand(
+        self, script: str, whole: bool, leases: bool, num_rounds: int, meanwhile: tuple[str, int] | None
+    ) -> None:
+        """At its most delicate moment somebody stops, and much happens before it goes on."""
+        with self.told() as world:
+            world.strand(script, whole, lambda: meanwhile and self.befall(*meanwhile), num_rounds, leases)
 
     @rule(seconds=st.sampled_from([0.1, 0.6, 2.5, 7.0, 20.0]))
     def time_passes(self, seconds: float) -> None:
@@ -162,52 +176,42 @@ class PipelineMachine(RuleBasedStateMachine):
 
     # --- misfortunes -------------------------------------------------------------------------------------------------
 
-    @rule(place=places, announced=st.booleans())
-    def kill(self, place: int, announced: bool) -> None:
-        actor = self.alive(place)
-        if actor is not None:
-            with self.told() as world:
-                world.kill(actor, announced)
+    @rule(what=misfortunes, place=places)
+    def misfortune(self, what: str, place: int) -> None:
+        with self.told():
+            self.befall(what, place)
 
-    @rule(place=places)
-    def leave(self, place: int) -> None:
-        actor = self.alive(place)
-        if actor is not None:
-            with self.told() as world:
+    def befall(self, what: str, place: int) -> None:
+        world, actor = self.world, self.world.actors[place]
+        if not actor.alive:
+            return
+        match what:
+            case "dies":
+                world.kill(actor, announced=False)
+            case "dies, and that is said":
+                world.kill(actor, announced=True)
+            case "stops in order":
                 world.leave(actor)
+            case "pauses":
+                actor.paused = True
+            case "loses its lease":
+                world.expire_member(actor)
+            case "loses a lease on a worker":
+                world.expire_lease("pool" if place % 2 else "run", world.workers[place // 2 % 2].incarnation)
+            case "loses its stream":
+                world.lose_stream(actor)
+            case "is not known to Redis":
+                world.flush_scripts()
 
-    @precondition(lambda self: not all(a.alive for a in self.world.actors))
+    @precondition(lambda self: any(a.paused or not a.alive for a in self.world.actors))
     @rule()
-    def replace_the_dead(self) -> None:
+    def recovery(self) -> None:
+        """The dead are replaced, the paused go on."""
         with self.told() as world:
-            for actor in [a for a in world.actors if not a.alive]:
-                world.replace(actor)
-
-    @rule(place=places)
-    def pause_or_go_on(self, place: int) -> None:
-        actor = self.alive(place)
-        if actor is not None:
-            actor.paused = not actor.paused
-
-    @rule(place=places)
-    def member_lease_ends(self, place: int) -> None:
-        actor = self.alive(place)
-        if actor is not None:
-            self.world.expire_member(actor)
-
-    @rule(kind=st.sampled_from(["run", "pool"]), worker=st.integers(0, 1))
-    def lease_on_a_worker_ends(self, kind: str, worker: int) -> None:
-        self.world.expire_lease(kind, self.world.workers[worker].incarnation)
-
-    @rule(place=places)
-    def stream_is_lost(self, place: int) -> None:
-        actor = self.alive(place)
-        if actor is not None:
-            self.world.lose_stream(actor)
-
-    @rule()
-    def scripts_are_forgotten(self) -> None:
-        self.world.flush_scripts()
+            for actor in list(world.actors):
+                actor.paused = False
+                if not actor.alive:
+                    world.replace(actor)
 
     # --- what must be true -------------------------------------------------------------------------------------------
 

@@ -22,7 +22,7 @@ from shared.protocol import MemberKind
 from shared.records import Records
 from shared.scripts import Scripts
 from tests.e2e.machine.clients import Client
-from tests.e2e.machine.wire import Fault, Step, WiredRedis
+from tests.e2e.machine.wire import Command, Fault, Step, WiredRedis
 
 if TYPE_CHECKING:
     from tests.e2e.machine.world import World
@@ -87,14 +87,19 @@ class Actor:
         self.world.wire.advance(step, fault)
         self.reap()
 
-    def run(self, loop: str) -> None:
+    def run(self, loop: str, stop_at: Callable[[Command], bool] = lambda command: False) -> Step | None:
+        """One step, to its end; the step, if it is about to send such a command."""
         step = self.begin(loop)
-        if step is not None:
-            self.world.wire.run(step)
-            self.reap()
+        if step is None or step.held:
+            return None
+        stopped = self.world.wire.run(step, stop_at)
+        self.reap()
+        return step if stopped else None
 
     def finish_steps(self) -> None:
         """Whatever is under way goes on to its end."""
+        for step in self.steps.values():
+            step.held = False
         for _ in range(100):
             waiting = [s for s in self.steps.values() if s.turns]
             if not waiting:

@@ -44,9 +44,13 @@ class Turn:
 
 @dataclass(eq=False)
 class Step:
-    """One step of an actor: a task, those that it has begun, and their commands that wait for their turn."""
+    """One step of an actor: a task, those that it has begun, and their commands that wait for their turn.
+
+    held: it gets no turn until it is let go.
+    """
 
     name: str
+    held: bool = False
     turns: deque[Turn] = field(default_factory=deque)
     tasks: list[asyncio.Task[Any]] = field(default_factory=list)
 
@@ -102,10 +106,13 @@ class Wire:
         turn.go.set_result(fault)
         self._loop.run_until_quiet()
 
-    def run(self, step: Step) -> None:
-        """To its end, or to where it waits for somebody else."""
-        while step.turns:
+    def run(self, step: Step, stop_at: Callable[[Command], bool] = lambda command: False) -> bool:
+        """To its end, or to where it waits for somebody else; True if to where it is about to send such a command."""
+        while step.turns and not step.held:
+            if stop_at(step.turns[0].command):
+                return True
             self.advance(step)
+        return False
 
     def deliver_late(self, index: int) -> None:
         """A command whose sender gave it up reaches Redis."""

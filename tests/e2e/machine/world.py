@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
@@ -17,12 +17,14 @@ from unittest import mock
 import redis
 
 from shared import bus
+from shared.leases import IDLE_LEASE_MS
 from shared.protocol import Member, MemberKind, SamplingParams
-from shared.scripts import SCHEDULER_GROUP, Scripts
-from tests.e2e.machine import trace
+from shared.scripts import Scripts
+from tests.e2e.machine import rest, trace
 from tests.e2e.machine.actors import Actor, GatewayActor, SchedulerActor, StoreActor, WorkerActor
 from tests.e2e.machine.clients import Client
 from tests.e2e.machine.oracle import LogWatch, Shape, Wanted
+from tests.e2e.machine.rest import ELSEWHERE
 from tests.e2e.machine.rulebook import Check, Rulebook
 from tests.e2e.machine.virtual_loop import Clock, VirtualLoop
 from tests.e2e.machine.wire import Command, Fault, Step, Wire, WiredRedis
@@ -32,8 +34,11 @@ KINDS: dict[MemberKind, type[Actor]] = {
 }  # fmt: skip
 NUM_OF_EACH = 2
 LONG_MS = 3_600_000
-ELSEWHERE = "gateway-elsewhere"  # reads by Redis alone
 LEASE_ARGUMENT = {"join": 2, "refresh": 2, "commit": 1, "take_lease": 3}
+LEASE_OF: dict[str, Callable[..., str]] = {
+    "join": lambda kind, id, *_: f"{kind}:{id}", "refresh": lambda kind, id, *_: f"{kind}:{id}",
+    "take_lease": lambda kind, id, *_: f"{kind}:{id}", "commit": lambda worker, *_: f"worker:{worker}",
+}  # fmt: skip
 ROUND_S = 0.3
 MAX_ROUNDS = 600
 
@@ -67,6 +72,7 @@ class World:
         self.clients: dict[str, Client] = {}
         self.elsewhere: dict[str, int] = {}  # rid -> attach number of those that ELSEWHERE reads
         self.num_faults = 0
+        self._refreshed: dict[str, float] = {}  # lease -> when it was last taken or kept
         self._lives: dict[str, int] = {}
         self.actors = [self._new(kind, i) for kind in KINDS for i in range(NUM_OF_EACH)]
         self.wire.ask(self.scripts.join(Member(kind="gateway", incarnation=ELSEWHERE), LONG_MS, [f"out:{ELSEWHERE}"]))
@@ -76,10 +82,22 @@ class World:
         self._lives[place] = self._lives.get(place, 0) + 1
         return KINDS[kind](self, f"{place}.{self._lives[place]}")
 
+    def _script_of(self, command: Command) -> str:
+        """Or the command, where it is none."""
+        return self._script_names[command[1]] if command[0] == "EVALSHA" else command[0]
+
     def _audit(self, command: Command) -> Check:
-        if command[0] == "EVALSHA":
-            return self.rulebook.before(self._script_names[command[1]], command[4:])
-        return lambda reply: None
+        if command[0] != "EVALSHA":
+            return lambda reply: None
+        script, words = self._script_of(command), command[4:]
+        check = self.rulebook.before(script, words)
+
+        def audited(reply: Any) -> None:
+            if script in LEASE_OF and not (script == "take_lease" and reply[0] == 0):
+                self._refreshed[LEASE_OF[script](*words)] = self.clock.now
+            check(reply)
+
+        return audited
 
     def close(self) -> None:
         for actor in self.actors:
@@ -131,7 +149,7 @@ class World:
             actor.run(loop)
             return
         for i in range(num_commands):
-            if step.turns:
+            if step.turns and not step.held:
                 self._advance(actor, step, fault if i == num_commands - 1 else Fault.NONE)
 
     def _advance(self, actor: Actor, step: Step, fault: Fault) -> None:
@@ -145,12 +163,15 @@ class World:
                 self._round_of(actor)
             self.pass_time(seconds)
 
-    def _round_of(self, actor: Actor) -> None:
-        if not actor.alive or actor.paused:
-            return
+    def _round_of(self, actor: Actor, stop_at: Callable[[Command], bool] = lambda command: False) -> Step | None:
+        """The step that is about to send such a command, if one comes to that."""
         for loop in [*actor.steps] + list(actor.loops() if actor.started else ["start"]):
-            if actor.alive:
-                actor.run(loop)
+            if not actor.alive or actor.paused:
+                return None
+            step = actor.run(loop, stop_at)
+            if step is not None:
+                return step
+        return None
 
     def storm(self, seed: int, num_actions: int, fault_rate: float) -> None:
         """Loops of all actors side by side, command by command; what is under way in the end stays under way."""
@@ -160,13 +181,13 @@ class World:
             if not actors:
                 return
             actor = rng.choice(actors)
-            waiting = [s for s in actor.steps.values() if s.turns]
+            waiting = [s for s in actor.steps.values() if s.turns and not s.held]
             if waiting and rng.random() < 0.6:
                 step: Step | None = rng.choice(waiting)
             else:
                 step = actor.begin(rng.choice(list(actor.loops()) if actor.started else ["start"]))
             for _ in range(rng.choice((1, 1, 2, 4, 50))):
-                if step is None or not step.turns or not actor.alive:
+                if step is None or step.held or not step.turns or not actor.alive:
                     break
                 fault = rng.choice(list(Fault)[1:]) if rng.random() < fault_rate else Fault.NONE
                 self._advance(actor, step, fault)
@@ -208,10 +229,14 @@ class World:
         name = {"scheduler": "inbox", "store": "cache", "worker": "plan", "gateway": "out"}[actor.kind]
         self.bystander.delete(self.scripts.key(f"{name}:{actor.incarnation}"))
 
-    def strand(self, actor: Actor, loop: str, num_commands: int, num_rounds: int, leases: bool) -> None:
-        """It stops in the middle of a step while the others go on, loses its leases, and goes on where it was."""
-        self.step(actor, loop, num_commands, Fault.NONE)
-        actor.paused = True
+    def strand(self, script: str, whole: bool, meanwhile: Callable[[], None], num_rounds: int, leases: bool) -> None:
+        """Somebody who is about to run this script stops there, in this step alone or as a whole, while the others go
+        on and take over; then it goes on where it was."""
+        found = self._run_until(lambda command: self._script_of(command) == script)
+        if found is None:
+            return
+        actor, step = found
+        step.held, actor.paused = True, whole
         if leases:
             self.expire_member(actor)
             for worker in self.workers:
@@ -220,7 +245,18 @@ class World:
                     if self.bystander.get(key) == actor.incarnation.encode():
                         self.bystander.delete(key)
         self.round(num_rounds)
-        actor.paused = False
+        meanwhile()
+        self.round(num_rounds)
+        step.held = actor.paused = False
+
+    def _run_until(self, stop_at: Callable[[Command], bool], max_rounds: int = 3) -> tuple[Actor, Step] | None:
+        for _ in range(max_rounds):
+            for actor in list(self.actors):
+                step = self._round_of(actor, stop_at)
+                if step is not None:
+                    return actor, step
+            self.pass_time(0.1)
+        return None
 
     def forget_request(self, rid: str) -> None:
         """The retention of a request that is over and whose client has gone runs out."""
@@ -280,7 +316,7 @@ class World:
             if not actor.alive:
                 self.replace(actor)
         for num_rounds in itertools.count():
-            self.expire_the_dead()
+            self.expire_leases()
             self.round(seconds=ROUND_S)
             self.check()
             if num_rounds > 10 and self.is_quiet():
@@ -289,13 +325,15 @@ class World:
         self.round(3, seconds=15.0)
         self.round(12, seconds=ROUND_S)
         self.check()
-        self.check_rest()
+        rest.check(self)
 
-    def expire_the_dead(self) -> None:
+    def expire_leases(self) -> None:
+        """Those of the dead, and those that nobody has kept: as time would."""
         alive = {a.incarnation for a in self.actors if a.alive} | {ELSEWHERE}
-        for key in self.bystander.keys(self.scripts.key("lease:*").replace("[", "\\[")):
-            owner = self.bystander.get(key)
-            if owner is not None and owner.decode() not in alive:
+        for key in self.bystander.keys(self.scripts.key("lease:*")):
+            name, owner = key.decode().removeprefix(self.scripts.key("lease:")), self.bystander.get(key).decode()
+            forgotten = self._refreshed.get(name, 0.0) < self.clock.now - IDLE_LEASE_MS / 1000
+            if owner not in alive or (forgotten and owner != ELSEWHERE):
                 self.bystander.delete(key)
 
     def is_quiet(self) -> bool:
@@ -306,61 +344,6 @@ class World:
         opened = [f"{sid}: {f}" for sid, f in states.items()]
         opened += [f"client {rid}" for rid, c in self.clients.items() if not c.end]
         return opened
-
-    def check_rest(self) -> None:
-        """What must be true when everything is over."""
-        key = self.scripts.key
-        for rid, client in self.clients.items():
-            if client.end == "complete":
-                continue
-            assert client.end != "moved" or rid in self.elsewhere, f"{rid} moved, and nobody took it"
-        assert self.bystander.xlen(key("requests")) == 0
-        assert self.bystander.xpending(key("requests"), SCHEDULER_GROUP)["pending"] == 0
-        assert int(self.bystander.hget(key("queue"), "tokens") or 0) == 0
-        owners = {
-            w.incarnation: [s for s in self.stores if w.incarnation in s.service.core.pools] for w in self.workers
-        }
-        leasing = {
-            w.incarnation: [s for s in self.schedulers if w.incarnation in s.service.core.workers] for w in self.workers
-        }
-        for worker in self.workers:
-            name = worker.incarnation
-            assert self.bystander.scard(key(f"on:{name}")) == 0
-            assert len(owners[name]) == 1 and len(leasing[name]) == 1, f"{name}: {owners[name]}, {leasing[name]}"
-            self._check_pool(worker, owners[name][0], leasing[name][0])
-        for scheduler in self.schedulers:
-            core = scheduler.service.core
-            assert not core.queue and not len(core.calls), f"{scheduler.name}: {core.queue} {core.calls._pending}"
-        self._check_keys()
-
-    def _check_pool(self, worker: WorkerActor, store: StoreActor, scheduler: SchedulerActor) -> None:
-        running, pool = worker.service.running, store.service.core.pools[worker.incarnation]
-        view = scheduler.service.core.workers[worker.incarnation]
-        manager = pool.manager
-        assert not running.sequences and not running.has_work and not running.blocks.num_held
-        assert pool.state == "ready" and not manager.holds, f"{pool.state} {manager.holds}"
-        assert manager.num_free + len(manager.spares) == manager.num_blocks
-        assert set(manager.spares) == running.blocks.spares == view.spares
-        assert not view.running and not view.placing and not view.granting and view.phase.name == "READY"
-        on_worker = {e.block_id: e.key for e in running.sealed.entries()}
-        for block_id, key in on_worker.items():
-            entry = manager.index.entry(block_id)
-            assert entry is None or entry.key == key, f"block {block_id} is indexed as something else"
-        missing = [b for b in range(manager.num_blocks) if b in manager.index and b not in on_worker]
-        assert not missing, f"blocks {missing} are indexed and not sealed at the worker"
-
-    def _check_keys(self) -> None:
-        """Nothing is left of the dead but what expires by itself."""
-        alive = {a.incarnation for a in self.actors} | {ELSEWHERE}
-        members = {m.decode() for m in self.bystander.hkeys(self.scripts.key("members"))}
-        assert members <= alive, f"the dead are remembered: {members - alive}"
-        lasting = {
-            k.decode().removeprefix(self.scripts.prefix)
-            for k in self.bystander.keys("*") if self.bystander.ttl(k) == -1
-        }  # fmt: skip
-        known = {"ticks", "requests", "queue", "events", "members", "term", "dead", "secret", "absent"}
-        left = {k for k in lasting - known if k.partition(":")[2] not in alive}
-        assert not left, f"keys without an end: {left}"
 
     def story(self, last: int = 0) -> str:
         """The commands that have travelled, or the last of them, for people."""
