@@ -5,12 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 
 LAYOUT = "block-head-slot-dim"  # part of the kernel variant: what a block's bytes mean
 DEFAULT_MOST_BYTES = 4 << 30
 CGROUP = Path("/sys/fs/cgroup")
 DTYPES = {"float32": torch.float32, "float16": torch.float16}
+_NUMPY_DTYPES = {torch.float32: np.float32, torch.float16: np.float16}
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,10 +31,12 @@ class KVPool:
     ) -> None:
         self.num_blocks = num_blocks
         shape = (num_blocks + 1, num_kv_heads, block_size, head_dim)
-        # Zeros come from the system as pages that cost nothing until written, so a large pool starts small.
-        self.layers = tuple(
-            LayerCache(torch.zeros(shape, dtype=dtype), torch.zeros(shape, dtype=dtype)) for _ in range(num_layers)
-        )
+        self.layers = tuple(LayerCache(_zeros(shape, dtype), _zeros(shape, dtype)) for _ in range(num_layers))
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """numpy takes zeroed pages from the system, which cost nothing until written; torch.zeros writes them all."""
+    return torch.from_numpy(np.zeros(shape, dtype=_NUMPY_DTYPES[dtype]))
 
 
 def cache_dtype(name: str) -> torch.dtype:

@@ -20,6 +20,18 @@ def test_shape_and_zero_block() -> None:
         assert not cache.k.any() and not cache.v.any()
 
 
+def test_an_unused_pool_takes_no_memory() -> None:
+    before = resident_bytes()
+    pool = KVPool(num_blocks=4000, block_size=16, num_layers=2, num_kv_heads=4, head_dim=64, dtype=torch.float32)
+    size = sum(cache.k.nbytes + cache.v.nbytes for cache in pool.layers)
+    assert size > 200 << 20
+    assert resident_bytes() - before < size / 4
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+
 def test_size_follows_what_is_asked_for() -> None:
     assert num_blocks_for(1000, 100, most_useful=3) == 10
     assert num_blocks_for(199, 100, most_useful=3) == 1
