@@ -9,13 +9,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
 from services.cache_store.metrics_defs import StoreMetrics
-from services.cache_store.store_core import StoreCore
+from services.cache_store.store_core import Reply, StoreCore
 from shared import metrics
-from shared.bus import StreamReader
+from shared.bus import Entry, StreamReader
 from shared.leases import IDLE_LEASE_MS, IDLE_REFRESH_MS, Lapsed, Membership, StreamLost, new_incarnation
 from shared.protocol import Event, ListInventory, Member, ProtocolError, decode, encode
 from shared.records import Records
@@ -62,6 +63,7 @@ class StoreService:
         self.core = StoreCore(incarnation)
         self._terms: dict[str, int] = {}
         self.reader = StreamReader(self._blocking, self.scripts.prefix, last | {"events": events})
+        self._entries: deque[Entry] = deque()  # read, and not answered yet
         self._handled = dict(last)
         await self.scan()
 
@@ -69,24 +71,34 @@ class StoreService:
         self._trusted_from = self._clock() + IDLE_LEASE_MS / 1000
 
     async def read(self, block_ms: int) -> int:
-        """Handles calls and inventories, and sends the answers in the order of the calls."""
-        reader = self.reader
-        entries = await reader.read(block_ms)
-        for entry in entries:
-            try:
-                message = decode(entry.fields[b"m"]) if b"m" in entry.fields else None
-                if isinstance(message, Event):
-                    self._on_event(message)
-                    continue
-                replies = self.core.handle(message) if message is not None else []
-            except ProtocolError as e:
-                log.error("%s: %s", entry.stream, e)
-                continue
-            for stream, reply in replies:
+        """Handles calls and inventories, and sends the answers in the order of the calls.
+
+        What is read stays until its answer is sent: a call that is left out is repeated by its sender, but only after
+        later ones."""
+        reader, num_entries = self.reader, 0
+        if not self._entries:
+            self._entries += await reader.read(block_ms)
+        while self._entries and reader is self.reader:
+            for stream, reply in self._handle(self._entries[0]):
                 await self.scripts.send(stream, encode(reply))
-        if reader is self.reader:
-            self._handled = {s: i for s, i in reader.last.items() if s != "events"}
-        return len(entries)
+            if reader is not self.reader:
+                break
+            entry = self._entries.popleft()
+            num_entries += 1
+            if entry.stream in self._handled:
+                self._handled[entry.stream] = entry.id
+        return num_entries
+
+    def _handle(self, entry: Entry) -> list[Reply]:
+        try:
+            message = decode(entry.fields[b"m"]) if b"m" in entry.fields else None
+            if isinstance(message, Event):
+                self._on_event(message)
+                return []
+            return self.core.handle(message) if message is not None else []
+        except ProtocolError as e:
+            log.error("%s: %s", entry.stream, e)
+            return []
 
     def _on_event(self, event: Event) -> None:
         if event.kind == "left":

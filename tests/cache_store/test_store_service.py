@@ -11,7 +11,7 @@ from redis.exceptions import ConnectionError
 from services.cache_store.service import StoreService
 from shared import bus
 from shared.leases import IDLE_LEASE_MS, Membership
-from shared.protocol import Event, Member
+from shared.protocol import Event, Match, Matched, Member, decode_as, encode
 from shared.scripts import Scripts
 from tests.helpers import wait_until
 
@@ -94,3 +94,29 @@ async def test_events_make_a_store_look(store: StoreService) -> None:
     await store.scripts.announce(Event(kind="joined", id="w-2"))
     await store.read(0)
     assert store._scan_now.is_set()
+
+
+async def test_calls_are_handled_in_their_order_though_an_answer_is_lost(
+    store: StoreService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was read with the call whose answer was lost is not left to be repeated later, behind newer calls."""
+    await Membership(store.scripts, Member(kind="scheduler", incarnation="s"), ["inbox:s"]).join()
+    for number in (1, 2):
+        call = Match(call=number, reply_to="inbox:s", worker="w", run_term=1, pool_term=1, salt=bytes(32), ids=bytes(4))
+        await store.scripts.send("cache:first", encode(call))
+    send = Scripts.send
+
+    async def losing_reply(self: Scripts, stream: str, message: bytes) -> bool:
+        monkeypatch.setattr(Scripts, "send", send)
+        await send(self, stream, message)
+        raise ConnectionError
+
+    monkeypatch.setattr(Scripts, "send", losing_reply)
+    with pytest.raises(ConnectionError):
+        await store.read(0)
+    await store.read(0)
+    entries = await store.redis.xrange(store.scripts.key("inbox:s"))
+    answers = [decode_as(Matched, fields[b"m"]).call for _, fields in entries if b"m" in fields]
+    assert answers == [1, 1, 2]
+    await store.heartbeat()
+    assert await store.redis.xlen(store.scripts.key("cache:first")) == 1, "what is handled is cut off"
