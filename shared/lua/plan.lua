@@ -11,5 +11,8 @@ for i = 5, #ARGV do
   id = redis.call('XADD', P .. 'plan:' .. worker, 'NOMKSTREAM', '*', 'k', kind, 't', term, 'm', ARGV[i])
   if id == false then return {'gone', ''} end
 end
-if number ~= '' then redis.call('HSET', planned, kind, this) end
+if number ~= '' then
+  redis.call('HSET', planned, kind, this)
+  redis.call('PEXPIRE', planned, redis.call('PTTL', P .. 'plan:' .. worker))
+end
 return {'ok', id}

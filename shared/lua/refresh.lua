@@ -4,6 +4,7 @@
 run_when_full()
 local kind, id, lease_ms, stream_ms = ARGV[1], ARGV[2], ARGV[3], ARGV[4]
 if redis.call('PEXPIRE', P .. 'lease:' .. kind .. ':' .. id, lease_ms) == 0 then return {'lapsed'} end
+if kind == 'worker' then redis.call('PEXPIRE', P .. 'planned:' .. id, stream_ms) end
 local reply = {'ok'}
 for i = 5, #ARGV, 2 do
   local stream = P .. ARGV[i]

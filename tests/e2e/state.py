@@ -156,14 +156,13 @@ class State:
                 yield f"{name} has {length} entries"
 
     def _lasting_keys(self) -> Iterator[str]:
-        """What does not expire by itself must be one of the few keys that a model has as such, or a live worker's."""
+        """What does not expire by itself must be one of the few keys that a model has as such."""
         names = self.keys("*")
-        allowed = LASTING | {f"planned:{worker}" for worker in self.alive("worker")}
         pipe = self.redis.pipeline(transaction=False)
         for name in names:
             pipe.ttl(self.key(name))
         for name, ttl in zip(names, pipe.execute(), strict=True):
-            if ttl == -1 and name not in allowed:
+            if ttl == -1 and name not in LASTING:
                 yield f"{name} does not expire"
 
     def _held_blocks(self) -> Iterator[str]:

@@ -108,6 +108,17 @@ async def _(w: World) -> None:
     assert [dict(fields)[b"m"] for fields in await w.stream("plan:w")] == [b"7", b"8"]
 
 
+@rules.rule(
+    "the numbers of plan calls end with the worker's plan, whoever is left",
+    "plan",
+    "redis.call('PEXPIRE', planned, redis.call('PTTL', P .. 'plan:' .. worker))",
+)
+async def _(w: World) -> None:
+    term = await w.worker()
+    await w.scripts.plan("run", "w", term, [b"x"], 7)
+    assert 0 < await w.redis.pttl(w.key("planned:w")) <= await w.redis.pttl(w.key("plan:w"))
+
+
 @rules.rule("numbers of plan calls belong to a term", "plan", "term .. ':' .. number", "number")
 async def _(w: World) -> None:
     await w.worker()

@@ -77,6 +77,19 @@ async def _(w: World) -> None:
 
 
 @rules.rule(
+    "a worker that lives keeps the numbers of its plan calls",
+    "refresh",
+    "if kind == 'worker' then redis.call('PEXPIRE', P .. 'planned:' .. id, stream_ms) end",
+)
+async def _(w: World) -> None:
+    term = await w.worker()
+    await w.scripts.plan("run", "w", term, [b"x"], 7)
+    await w.redis.pexpire(w.key("planned:w"), 5000)
+    await w.scripts.refresh("worker", "w", HOUR_MS, {"plan:w": "0-1"})
+    assert await w.redis.pttl(w.key("planned:w")) > 5000
+
+
+@rules.rule(
     "refreshing tells the last id of a stream, and that it is gone",
     "refresh",
     "last[1] and last[1][1] or ''",
