@@ -2,12 +2,51 @@
 
 from __future__ import annotations
 
+from importlib.metadata import version
+
 from aiohttp import web
 
-from services.gateway import auth, middleware
+from services.gateway import auth, middleware, openapi
+from services.gateway import openai_schema as ask
+from services.gateway import response_schema as give
 from services.gateway.completions import CompletionRoutes
+from services.gateway.http_server import json_response
+from services.gateway.openapi import GENERATING, READING, Route
 from services.gateway.pages import PageRoutes
 from services.gateway.state import GatewayState
+
+
+def route_table(completions: CompletionRoutes, pages: PageRoutes) -> list[Route]:
+    """Everything that is served but `/openapi.json`, which is made from this."""
+    return [
+        Route(
+            "POST", "/v1/chat/completions", completions.chat, "chat", "Answers a conversation.", give.ChatCompletion,
+            body=ask.ChatCompletionRequest, events=give.ChatCompletionChunk, statuses=GENERATING,
+        ),
+        Route(
+            "POST", "/v1/completions", completions.completions, "completions", "Continues prompts.", give.Completion,
+            body=ask.CompletionRequest, events=give.CompletionChunk, statuses=GENERATING,
+        ),
+        Route("GET", "/v1/models", pages.models, "models", "Lists what is served: one model.", give.ModelList),
+        Route("GET", "/v1/models/{model:.+}", pages.model, "model", "Describes a model.", give.Model, statuses=(404,)),
+        Route(
+            "POST", "/tokenize", pages.tokenize, "tokenize", "Turns a prompt, or messages, into token ids.",
+            give.Tokens, body=ask.TokenizeRequest, statuses=READING,
+        ),
+        Route(
+            "POST", "/detokenize", pages.detokenize, "detokenize", "Turns token ids into text.",
+            give.Text, body=ask.DetokenizeRequest, statuses=READING,
+        ),
+        Route("GET", "/health", pages.ready, "health", "As /health/ready.", give.Status, statuses=(503,)),
+        Route("GET", "/health/live", pages.live, "live", "Says that the process lives.", give.Status),
+        Route(
+            "GET", "/health/ready", pages.ready, "ready", "Says whether requests can be answered now.", give.Status,
+            statuses=(503,),
+        ),
+        Route("GET", "/version", pages.version, "version", "Says what runs, and on what.", give.Version),
+        Route("GET", "/metrics", pages.metrics, "metrics", "All services' metrics, for Prometheus.", "text/plain"),
+        Route("GET", "/", pages.index, "index", "Says where to go; a page for browsers.", give.Index),
+    ]  # fmt: skip
 
 
 def make_app(state: GatewayState, completions: CompletionRoutes, pages: PageRoutes) -> web.Application:
@@ -21,19 +60,16 @@ def make_app(state: GatewayState, completions: CompletionRoutes, pages: PageRout
         ],
     )
     app.on_response_prepare.append(middleware.head_of_answers(origins))
-    app.add_routes(
-        [
-            web.post("/v1/chat/completions", completions.chat, name="chat"),
-            web.post("/v1/completions", completions.completions, name="completions"),
-            web.get("/v1/models", pages.models, name="models"),
-            web.get("/v1/models/{model:.+}", pages.model, name="model"),
-            web.post("/tokenize", pages.tokenize, name="tokenize"),
-            web.post("/detokenize", pages.detokenize, name="detokenize"),
-            web.get("/health/live", pages.live, name="live"),
-            web.get("/health/ready", pages.ready, name="ready"),
-            web.get("/version", pages.version, name="version"),
-            web.get("/metrics", pages.metrics, name="metrics"),
-            web.get("/", pages.index, name="index"),
-        ]
+    routes = route_table(completions, pages)
+    described = openapi.document(
+        routes, version=version("headrace"), public=auth.PUBLIC_ROUTES, secured=bool(state.settings.api_keys)
     )
+
+    async def interface(http: web.Request) -> web.Response:
+        return json_response(described)
+
+    for route in routes:
+        add = app.router.add_get if route.method == "GET" else app.router.add_post
+        add(route.path, route.handler, name=route.name)
+    app.router.add_get("/openapi.json", interface, name="openapi")
     return app

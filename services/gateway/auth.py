@@ -16,7 +16,7 @@ from aiohttp.typedefs import Handler, Middleware
 
 from services.gateway.errors import ApiError
 
-PUBLIC_ROUTES = frozenset({"live", "ready"})
+PUBLIC_ROUTES = frozenset({"health", "live", "ready"})
 OPEN_ID = "open"  # everybody's, where no key is configured
 OWNER: web.RequestKey[str] = web.RequestKey("owner", str)
 

@@ -17,6 +17,55 @@ MAX_PARTS = 4096
 MAX_TOOL_CALLS = 128
 MAX_NAME_CHARS = 256
 
+# The same in words of JSON Schema, for the documentation; a test holds the two together.
+_NAME = {"type": ["string", "null"], "minLength": 1, "maxLength": MAX_NAME_CHARS}
+_PART = {
+    "anyOf": [
+        {
+            "type": "object",
+            "properties": {"type": {"const": kind}, kind: {"type": "string"}},
+            "required": ["type", kind],
+        }
+        for kind in ("text", "refusal")
+    ]
+}
+_CONTENT = {"anyOf": [{"type": "string"}, {"type": "array", "maxItems": MAX_PARTS, "items": _PART}]}
+_TOOL_CALL = {
+    "type": "object",
+    "properties": {
+        "id": _NAME,
+        "type": {"const": "function"},
+        "function": {
+            "type": "object",
+            "properties": {
+                "name": {"type": "string", "minLength": 1, "maxLength": MAX_NAME_CHARS},
+                "arguments": {"type": ["string", "object", "null"], "description": "an object, or its JSON text"},
+            },
+            "required": ["name"],
+        },
+    },
+    "required": ["function"],
+}
+
+
+def _message_schema(roles: tuple[str, ...], content: dict[str, Any], calls: dict[str, Any]) -> dict[str, Any]:
+    unsupported = {name: {"type": "null", "description": "not supported"} for name in ("function_call", "audio")}
+    fields = {"role": {"enum": roles}, "content": content, "name": _NAME, "tool_call_id": _NAME, "tool_calls": calls}
+    required = ["role"] if "assistant" in roles else ["role", "content"]
+    return {"type": "object", "properties": fields | unsupported, "required": required}
+
+
+MESSAGE_SCHEMA: dict[str, Any] = {
+    "anyOf": [
+        _message_schema(tuple(role for role in ROLES if role != "assistant"), _CONTENT, {"enum": [None, []]}),
+        _message_schema(
+            ("assistant",),
+            {"anyOf": [*_CONTENT["anyOf"], {"type": "null"}]},
+            {"type": ["array", "null"], "maxItems": MAX_TOOL_CALLS, "items": _TOOL_CALL},
+        ),
+    ]
+}
+
 
 def parse_messages(messages: list[dict[str, Any]]) -> list[Message]:
     """Messages with `role` and `content` as text, and `name`, `tool_calls` and `tool_call_id` where given."""
@@ -37,7 +86,7 @@ def _message(message: dict[str, Any], path: str) -> Message:
         if message.get(field) is not None:
             parsed[field] = _name(message[field], f"{path}.{field}")
     calls = message.get("tool_calls")
-    if calls:
+    if calls not in (None, []):
         if role != "assistant":
             raise _bad(f"{path}.tool_calls", "is for assistant messages")
         parsed["tool_calls"] = _tool_calls(calls, f"{path}.tool_calls")

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, GetJsonSchemaHandler, WithJsonSchema
 
+from services.gateway.chat_messages import MESSAGE_SCHEMA
 from shared.protocol import MAX_CHOICES
 
 MAX_STOPS = 16
@@ -31,17 +32,40 @@ def _as_list(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
 
 
-def _or_empty(empty: Any) -> BeforeValidator:
-    return BeforeValidator(lambda value: empty if value is None else value)
+def _or_empty(empty: Any, input_type: Any) -> BeforeValidator:
+    """Null is this value. input_type: what may be written, for the documentation."""
+    return BeforeValidator(lambda value: empty if value is None else value, json_schema_input_type=input_type | None)
 
 
 Int = Annotated[int, BeforeValidator(_integral)]
 StopText = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
-Stops = Annotated[list[StopText], Field(max_length=MAX_STOPS), BeforeValidator(_as_list), _or_empty([])]
+StopTexts = Annotated[list[StopText], Field(max_length=MAX_STOPS)]
+Stops = Annotated[StopTexts, BeforeValidator(_as_list), _or_empty([], StopText | StopTexts)]
 TokenId = Annotated[Int, Field(ge=0, lt=1 << 32)]
+TokenIds = Annotated[list[TokenId], Field(max_length=MAX_STOP_IDS)]
 Bias = Annotated[float, Field(ge=-100, le=100)]
-Switch = Annotated[bool, _or_empty(False)]
+Switch = Annotated[bool, _or_empty(False, bool)]
+SwitchedOn = Annotated[bool, _or_empty(True, bool)]
 Label = Annotated[str, Field(max_length=1024)]
+Message = Annotated[dict[str, Any], WithJsonSchema(MESSAGE_SCHEMA)]
+Messages = Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
+
+# What `preparation.py` checks, since it depends on the model.
+_IDS = {"type": "array", "minItems": 1, "items": {"type": "integer", "minimum": 0}}
+_TEXTS = {"type": "array", "minItems": 1, "maxItems": MAX_CHOICES, "items": {"type": "string"}}
+_LISTS = {"type": "array", "minItems": 1, "maxItems": MAX_CHOICES, "items": _IDS}
+Prompt = Annotated[Any, WithJsonSchema({"anyOf": [{"type": "string"}, _IDS, _TEXTS, _LISTS]})]
+_BIASES = {
+    "anyOf": [
+        {
+            "type": "object",
+            "propertyNames": {"pattern": "^(0|[1-9][0-9]{0,9})$"},
+            "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100},
+            "maxProperties": MAX_BIASES,
+        },
+        {"type": "null"},
+    ]
+}
 
 
 class Request(BaseModel):
@@ -49,6 +73,16 @@ class Request(BaseModel):
 
     model_config = ConfigDict(strict=True, extra="ignore", frozen=True, allow_inf_nan=False, hide_input_in_errors=True)
     UNSUPPORTED: ClassVar[dict[str, tuple[Any, ...]]] = {}
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, schema: Any, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        documented = handler.resolve_ref_schema(handler(schema))
+        for name, neutral in cls.UNSUPPORTED.items():
+            # 1 and 1.0 are one number there
+            values = [v for i, v in enumerate(neutral) if v not in neutral[:i] or isinstance(v, bool)]
+            documented["properties"][name] = {"enum": [None, *values], "description": "not supported"}
+        return documented
+
     model: Annotated[str, Field(max_length=256)] | None = None
 
 
@@ -78,7 +112,7 @@ class GenerationRequest(Request):
         "bad_words": ([],),
         "logits_processors": (),
         "use_beam_search": (False,),
-        "length_penalty": (1, 1.0),
+        "length_penalty": (1.0, 1),
         "early_stopping": (False,),
         "truncate_prompt_tokens": (),
         "return_token_ids": (False,),
@@ -97,14 +131,16 @@ class GenerationRequest(Request):
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     seed: Annotated[Int, Field(ge=-(1 << 63), lt=1 << 63)] | None = None
     stop: Stops = []
-    stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOP_IDS), _or_empty([])] = []
+    stop_token_ids: Annotated[TokenIds, _or_empty([], TokenIds)] = []
     include_stop_str_in_output: Switch = False
     ignore_eos: Switch = False
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
-    logit_bias: Annotated[dict[str, Bias], Field(max_length=MAX_BIASES), _or_empty({})] = {}
-    skip_special_tokens: Annotated[bool, _or_empty(True)] = True
+    logit_bias: Annotated[
+        dict[str, Bias], Field(max_length=MAX_BIASES), _or_empty({}, dict), WithJsonSchema(_BIASES)
+    ] = {}
+    skip_special_tokens: SwitchedOn = True
     stream: Switch = False
     stream_options: StreamOptions | None = None
     user: Label | None = None
@@ -132,7 +168,7 @@ class ChatCompletionRequest(GenerationRequest):
         "mm_processor_kwargs": (),
         "echo": (False,),
     }
-    messages: Annotated[list[dict[str, Any]], Field(min_length=1, max_length=MAX_MESSAGES)]
+    messages: Messages
     max_completion_tokens: Annotated[Int, Field(ge=1, le=MAX_TOKENS)] | None = None
     max_tokens: Annotated[Int, Field(ge=1, le=MAX_TOKENS)] | None = None  # deprecated by OpenAI, used by many
     logprobs: Switch = False
@@ -146,7 +182,7 @@ class CompletionRequest(GenerationRequest):
         "prompt_embeds": (),
         "add_special_tokens": (True,),
     }
-    prompt: Any
+    prompt: Prompt
     best_of: Annotated[Int, Field(ge=1, le=MAX_CHOICES)] | None = None
     echo: Switch = False
     logprobs: Annotated[Int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
@@ -163,11 +199,11 @@ class TokenizeRequest(Request):
         "mm_processor_kwargs": (),
     }
     prompt: str | None = None
-    messages: Annotated[list[dict[str, Any]], Field(min_length=1, max_length=MAX_MESSAGES)] | None = None
+    messages: Messages | None = None
     add_special_tokens: bool | None = None
-    add_generation_prompt: Annotated[bool, _or_empty(True)] = True
+    add_generation_prompt: SwitchedOn = True
     return_token_strs: Switch = False
 
 
 class DetokenizeRequest(Request):
-    tokens: list[Any]
+    tokens: Annotated[list[Any], WithJsonSchema(_IDS | {"minItems": 0})]

@@ -21,7 +21,7 @@ from services.gateway.intake import Intake
 from services.gateway.state import GatewayState
 from shared.protocol import MAJOR
 
-LINKS = ("/v1/models", "/health/ready", "/version", "/metrics")
+LINKS = ("/v1/models", "/health/ready", "/version", "/metrics", "/openapi.json")
 
 
 @dataclass(frozen=True, slots=True)

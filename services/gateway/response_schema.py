@@ -1,0 +1,190 @@
+"""The shapes of all answers, for `/openapi.json`: answers are built as plain dicts, and tests hold the two together.
+
+*Pure.* No field is left out and none is added, so that a client may be made from these.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class Shape(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+
+class ErrorFields(Shape):
+    """code is a name where there is one, else the status."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | int | None
+
+
+class Error(Shape):
+    """OpenAI's shape of an error, on every path and for every status."""
+
+    error: ErrorFields
+
+
+class PromptTokensDetails(Shape):
+    cached_tokens: int
+
+
+class Usage(Shape):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+
+
+class Answer(Shape):
+    id: str
+    created: int
+    model: str
+    system_fingerprint: str | None
+
+
+FinishReason = Literal["stop", "length"]
+
+
+class TopLogprob(Shape):
+    token: str
+    logprob: float = Field(le=0)
+    bytes: list[int]
+
+
+class ChatLogprob(TopLogprob):
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(Shape):
+    content: list[ChatLogprob]
+
+
+class AssistantMessage(Shape):
+    role: Literal["assistant"]
+    content: str
+
+
+class ChatChoice(Shape):
+    index: int
+    message: AssistantMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: FinishReason
+
+
+class ChatCompletion(Answer):
+    object: Literal["chat.completion"]
+    choices: list[ChatChoice]
+    usage: Usage
+
+
+class ChatDelta(Shape):
+    role: Literal["assistant"] | None = None
+    content: str | None = None
+
+
+class ChatChunkChoice(Shape):
+    index: int
+    delta: ChatDelta
+    logprobs: ChatLogprobs | None
+    finish_reason: FinishReason | None
+
+
+class ChatCompletionChunk(Answer):
+    """One event of a streamed answer. usage is there only if asked for, and not null only in the last chunk."""
+
+    object: Literal["chat.completion.chunk"]
+    choices: list[ChatChunkChoice]
+    usage: Usage | None = None
+
+
+class CompletionLogprobs(Shape):
+    tokens: list[str]
+    token_logprobs: list[float]
+    top_logprobs: list[dict[str, float]]
+    text_offset: list[int]
+
+
+class CompletionChoice(Shape):
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: FinishReason
+
+
+class Completion(Answer):
+    object: Literal["text_completion"]
+    choices: list[CompletionChoice]
+    usage: Usage
+
+
+class CompletionChunkChoice(Shape):
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: FinishReason | None
+
+
+class CompletionChunk(Answer):
+    """One event of a streamed answer. usage is there only if asked for, and not null only in the last chunk."""
+
+    object: Literal["text_completion"]
+    choices: list[CompletionChunkChoice]
+    usage: Usage | None = None
+
+
+class Model(Shape):
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    root: str
+    parent: None
+    max_model_len: int | None
+
+
+class ModelList(Shape):
+    object: Literal["list"]
+    data: list[Model]
+
+
+class Tokens(Shape):
+    count: int
+    max_model_len: int | None
+    tokens: list[int]
+    token_strs: list[str] | None
+
+
+class Text(Shape):
+    prompt: str
+
+
+class Status(Shape):
+    status: str
+
+
+class Worker(Shape):
+    variant: str
+    device: str
+    max_model_len: int
+    num_blocks: int
+    block_size: int
+
+
+class Version(Shape):
+    version: str
+    protocol: int
+    model: str
+    system_fingerprint: str | None
+    alive: dict[str, int]
+    workers: list[Worker]
+
+
+class Index(Shape):
+    model: str
+    status: str
+    links: list[str]
