@@ -28,12 +28,26 @@ class SequenceRecord:
 
 
 @dataclass(frozen=True, slots=True)
+class Reader:
+    """Who reads a sequence that has not ended; gateway empty: its client has left, and it is cancelled after
+    orphan_at_ms of Redis' time. Where the gateway has died, its client has at least resume_ms to come back."""
+
+    gateway: str
+    attach: int
+    resume_ms: int = 0
+    orphan_at_ms: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class RequestRecord:
-    """owner: who made it (an API key's id); only the owner may attach."""
+    """owner: who made it (an API key's id); only the owner may attach. resume_ms: how long it goes on when its client
+    has left. body_digest: of the call, where a repeated one joins it."""
 
     spec: RequestSpec
     prompt: bytes  # packed ids
     owner: str
+    resume_ms: int = 0
+    body_digest: str = ""
 
     @property
     def prompt_ids(self) -> list[int]:
@@ -47,10 +61,15 @@ class Records:
 
     async def request(self, rid: str) -> RequestRecord | None:
         """None when there is no record (it expired); ProtocolError when it is not ours."""
-        f = await self._redis.hmget(f"{self._prefix}r:{rid}", ["prompt", "spec", "owner"])
-        if f[0] is None or f[1] is None:
+        prompt, spec, owner, resume_ms, body_digest = await self._redis.hmget(
+            f"{self._prefix}r:{rid}", ["prompt", "spec", "owner", "resume_ms", "body_digest"]
+        )
+        if prompt is None or spec is None:
             return None
-        return RequestRecord(decode_as(RequestSpec, f[1]), f[0], (f[2] or b"").decode())
+        return RequestRecord(
+            decode_as(RequestSpec, spec), prompt, (owner or b"").decode(), int(resume_ms or 0),
+            (body_digest or b"").decode(),
+        )  # fmt: skip
 
     async def sequence(self, sid: str) -> SequenceRecord | None:
         f = await self._redis.hgetall(f"{self._prefix}s:{sid}")
@@ -78,19 +97,19 @@ class Records:
     async def placed_on(self, worker: str) -> list[str]:
         return sorted(sid.decode() for sid in await self._redis.smembers(f"{self._prefix}on:{worker}"))
 
-    async def readers(self, sids: Sequence[str]) -> dict[str, tuple[str, int]]:
-        """sid -> (the gateway that reads it, attach number) of those that have not ended."""
-        if not sids:
-            return {}
+    async def readers(self, sids: Sequence[str]) -> tuple[dict[str, Reader], int]:
+        """Of those that have not ended, who reads them; and the Redis time in milliseconds."""
         async with self._redis.pipeline(transaction=False) as pipe:
+            pipe.time()
             for sid in sids:
-                pipe.hmget(f"{self._prefix}s:{sid}", ["state", "gateway", "attach"])
-            rows = await pipe.execute()
-        return {
-            sid: (gateway.decode(), int(attach))
-            for sid, (state, gateway, attach) in zip(sids, rows, strict=True)
+                pipe.hmget(f"{self._prefix}s:{sid}", ["state", "gateway", "attach", "resume_ms", "orphan_at_ms"])
+            (seconds, micros), *rows = await pipe.execute()
+        readers = {
+            sid: Reader(gateway.decode(), int(attach), int(resume_ms or 0), int(orphan_at_ms or 0))
+            for sid, (state, gateway, attach, resume_ms, orphan_at_ms) in zip(sids, rows, strict=True)
             if state in (b"queued", b"placed")
         }
+        return readers, seconds * 1000 + micros // 1000
 
     async def alive(self, kind: MemberKind, incarnations: Collection[str]) -> set[str]:
         """Those of them that have a lease."""

@@ -94,14 +94,20 @@ class Scripts:
     # --- requests ------------------------------------------------------------------------------------------------
 
     async def admit(
-        self, spec: RequestSpec, prompt: bytes, *, gateway: str, owner: str, priority: int,
-        max_requests: int, max_tokens: int, retention_ms: int,
+        self, requests: Sequence[tuple[RequestSpec, bytes]], *, gateway: str, owner: str, priority: int,
+        max_requests: int, max_tokens: int, retention_ms: int, resume_ms: int = 0, body_digest: str = "",
     ) -> tuple[str, int]:  # fmt: skip
-        """(ok | exists | full_requests | full_tokens, number queued); ok and exists both mean accepted."""
-        status, number = await self._run(
-            "admit", spec.rid, spec.num_choices, prompt, encode(spec), gateway, spec.num_prompt_tokens, priority,
-            owner, max_requests, max_tokens, retention_ms,
-        )  # fmt: skip
+        """(ok | exists | full_requests | full_tokens, number queued); ok and exists both mean accepted.
+
+        requests: those of one call with their packed prompts; all are admitted, or none. resume_ms: how long they go
+        on when their client has left. body_digest: of the call, where others with the same rid may follow.
+        """
+        fields: dict[str, Arg] = {"owner": owner, "retention_ms": retention_ms, "body_digest": body_digest}
+        args: list[Arg] = [max_requests, max_tokens, gateway, priority, resume_ms, len(fields)]
+        args += [arg for field in fields.items() for arg in field]
+        for spec, prompt in requests:
+            args += (spec.rid, spec.num_choices, spec.num_prompt_tokens, prompt, encode(spec))
+        status, number = await self._run("admit", *args)
         return status.decode(), number
 
     async def assign(self, sid: str, epoch: int, worker: str, term: int, admit: bytes) -> str:
@@ -130,6 +136,11 @@ class Scripts:
         cancelled = sids[0] if len(sids) == 1 else sids[0].rpartition(".")[0]
         event = encode(Event(kind="cancelled", id=cancelled))
         return int(await self._run("cancel_if", attach, encode(outcome), event, *sids))
+
+    async def detach(self, sids: Sequence[str], attach: int, wait_ms: int) -> int:
+        """Their client has left and may come back: a scheduler cancels those that nobody reads after wait_ms. How many
+        still had this attach number."""
+        return int(await self._run("detach", attach, wait_ms, *sids))
 
     async def open_queue(self) -> None:
         """Makes the queue's group, which is there already unless Redis has lost it."""

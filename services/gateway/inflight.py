@@ -136,7 +136,7 @@ class Inflight:
             async for _ in backoff():
                 try:
                     admission = self._scripts.admit(
-                        spec, prompt, gateway=request.gateway, owner=owner, priority=0,
+                        [(spec, prompt)], gateway=request.gateway, owner=owner, priority=0,
                         max_requests=self._max_requests, max_tokens=self._max_tokens, retention_ms=self._retention_ms,
                     )  # fmt: skip
                     return await in_time(admission)

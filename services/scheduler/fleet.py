@@ -21,7 +21,7 @@ from shared.sharing import is_member_dead, share_leases
 
 log = logging.getLogger(__name__)
 
-ORPHAN_GRACE_S = 10.0  # a dead gateway's clients have this long to re-attach elsewhere
+ORPHAN_GRACE_S = 10.0  # a dead gateway's clients have at least this long to re-attach elsewhere
 STALL_S = 0.4  # an answer that takes longer: Redis stood still, and leases may have run out meanwhile
 MAX_READERS = 512  # sequences whose gateway is looked up in one scan
 
@@ -40,7 +40,7 @@ class Fleet:
         self._max_strikes = max_strikes  # worker deaths after which a sequence runs alone; one more ends it
         self._trusted_from = -math.inf  # before this, a missing lease is no proof of death
         self._said_gone: set[str] = set()
-        self._gateways_lost: dict[str, float] = {}  # when it was noticed that they are dead
+        self._gateways_lost: dict[str, tuple[float, float]] = {}  # noticed dead at, last named by a record at
         self._readers_from = ""
 
     def distrust_leases(self) -> None:
@@ -123,19 +123,36 @@ class Fleet:
             log.error("%s ends: %s", sid, reason)
 
     async def _cancel_orphans(self, core: SchedulerCore) -> None:
-        """Of this scheduler's sequences those whose gateway is gone and whose client has not come back elsewhere
-        within the grace time. Who reads what is in the records, so that nobody needs to remember gateways."""
-        readers = await self._records.readers(self._next_sids(core))
-        gateways = {gateway for gateway, _ in readers.values()}
+        """Of this scheduler's sequences those that nobody reads: whose client has left, for longer than its resume
+        time; whose gateway has died, for longer than that and the grace time. Who reads what is in the records, so
+        that nobody needs to remember gateways; a client that attaches meanwhile has another attach number."""
+        sids = self._next_sids(core)
+        if not sids:
+            return
+        readers, redis_ms = await self._records.readers(sids)
+        await self._look_for_gateways({r.gateway for r in readers.values() if r.gateway})
+        now = self._clock()
+        for sid, reader in readers.items():
+            if reader.gateway == "":
+                is_due, code = redis_ms >= reader.orphan_at_ms, "client_gone"
+            else:
+                lost_s = now - self._gateways_lost.get(reader.gateway, (now, now))[0]
+                is_due, code = lost_s >= max(ORPHAN_GRACE_S, reader.resume_ms / 1000), "gateway_gone"
+            if is_due:
+                await self._scripts.cancel_if([sid], reader.attach, Outcome(reason="cancelled", code=code))
+
+    async def _look_for_gateways(self, gateways: set[str]) -> None:
+        """Remembers since when those that read something are known to be dead."""
         known = gateways | set(self._gateways_lost)
         alive = await self._records.alive("gateway", known)
         now = self._clock()
-        lost = {g for g in known - alive if self._is_dead(g)}
-        since = {g: self._gateways_lost.get(g, now) for g in lost}
-        self._gateways_lost = {g: t for g, t in since.items() if g in gateways or now - t < 2 * ORPHAN_GRACE_S}
-        for sid, (gateway, attach) in readers.items():
-            if now - self._gateways_lost.get(gateway, now) >= ORPHAN_GRACE_S:
-                await self._scripts.cancel_if([sid], attach, Outcome(reason="cancelled", code="gateway_gone"))
+        lost = {}
+        for gateway in known - alive:
+            since, seen_at = self._gateways_lost.get(gateway, (now, now))
+            seen_at = now if gateway in gateways else seen_at
+            if self._is_dead(gateway) and now - seen_at < 2 * ORPHAN_GRACE_S:
+                lost[gateway] = (since, seen_at)
+        self._gateways_lost = lost
 
     def _next_sids(self, core: SchedulerCore) -> list[str]:
         """Some of this scheduler's sequences: in several scans, all."""

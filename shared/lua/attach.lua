@@ -1,7 +1,8 @@
 -- A gateway becomes the reader of a request. ARGV: rid, gateway, number: '' = a client's attach, which always wins;
 -- else that of a gateway that comes back as a new incarnation, which loses if it is not current. Either way the number
 -- goes up, so that a cancel decided while the old incarnation was the reader does nothing. Repeated by the gateway
--- that has it by now: the same answer. Answer: {status, n, then state, attach number, log length a choice}.
+-- that has it by now: the same answer. The old gateway is told the new number, by which it knows whether it has
+-- attached again since. Answer: {status, n, then state, attach number, log length a choice}.
 run_when_full()
 local rid, gateway, number = ARGV[1], ARGV[2], ARGV[3]
 local n = tonumber(redis.call('HGET', P .. 'r:' .. rid, 'n') or '0')
@@ -26,7 +27,7 @@ for i = 0, n - 1 do
   if number == '' or owner ~= gateway then redis.call('HINCRBY', s, 'attach', 1) end
   if owner ~= gateway then
     redis.call('HSET', s, 'gateway', gateway)
-    redis.call('XADD', P .. 'out:' .. owner, 'NOMKSTREAM', '*', '>' .. sid, gateway)
+    redis.call('XADD', P .. 'out:' .. owner, 'NOMKSTREAM', '*', '>' .. sid, redis.call('HGET', s, 'attach'))
   end
   local f = redis.call('HMGET', s, 'state', 'attach', 'num_tokens')
   for _, v in ipairs({f[1], tonumber(f[2]), tonumber(f[3])}) do reply[#reply + 1] = v end

@@ -176,7 +176,7 @@ async def test_no_worker_is_503_with_a_time_to_come_back(served: Served) -> None
 async def test_a_full_queue_is_429_with_a_time_to_come_back(serve_with: Serve) -> None:
     served = await serve_with(max_queued_requests=1)
     waiting = await served.worker.scripts.admit(
-        spec(), pack_ids(PROMPT), gateway="g-other", owner="", priority=0, max_requests=9, max_tokens=99,
+        [(spec(), pack_ids(PROMPT))], gateway="g-other", owner="", priority=0, max_requests=9, max_tokens=99,
         retention_ms=999,
     )  # fmt: skip
     assert waiting == ("ok", 1)

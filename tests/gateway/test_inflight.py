@@ -369,7 +369,7 @@ async def test_a_request_that_redis_has_forgotten_ends(gateway: Gateway) -> None
 async def test_tokens_that_nobody_waits_for_are_cancelled(gateway: Gateway, worker: FakeWorker) -> None:
     orphan = spec()
     await worker.scripts.admit(
-        orphan, pack_ids(PROMPT), gateway=gateway.inflight.incarnation, owner="", priority=0, max_requests=9,
+        [(orphan, pack_ids(PROMPT))], gateway=gateway.inflight.incarnation, owner="", priority=0, max_requests=9,
         max_tokens=99, retention_ms=9999,
     )  # fmt: skip
     await worker.place(f"{orphan.rid}.0")

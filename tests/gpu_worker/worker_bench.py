@@ -84,8 +84,8 @@ class WorkerBench:
             text=TextParams(api="chat"),
         )  # fmt: skip
         await self.scripts.admit(
-            spec, pack_ids(list(prompt)), gateway=GATEWAY, owner="", priority=0, max_requests=100, max_tokens=10**6,
-            retention_ms=60_000,
+            [(spec, pack_ids(list(prompt)))], gateway=GATEWAY, owner="", priority=0, max_requests=100,
+            max_tokens=10**6, retention_ms=60_000,
         )  # fmt: skip
         sid = f"{rid}.0"
         await self.assign(sid, 0, block_ids, cached_length, pool_term)

@@ -17,11 +17,11 @@ from tests.shared.script_world import World
 LEASE_S = IDLE_LEASE_MS / 1000
 
 
-async def running(p: Pipeline, *rids: str, n: int = 1) -> SchedulerService:
+async def running(p: Pipeline, *rids: str, n: int = 1, resume_ms: int = 0) -> SchedulerService:
     """A scheduler whose worker runs these requests."""
     service = await p.up()
     for rid in rids:
-        await p.w.admit(rid, n)
+        await p.w.admit(rid, n, resume_ms=resume_ms)
     await p.settle()
     assert set(p.worker.rows) == {f"{rid}.{i}" for rid in rids for i in range(n)}
     return service
@@ -304,6 +304,33 @@ async def test_orphans_are_cancelled_after_the_grace_time(redis_url: str, how: C
         await service.scan()
         assert await p.states("a.0", "a.1") == ["done", "done"]
         assert (await outcome(p.w, "a.0")).reason == "cancelled"
+
+
+async def test_who_may_come_back_later_than_the_grace_time_is_waited_for(redis_url: str) -> None:
+    async with pipeline_at(redis_url) as p:
+        service = await running(p, "a", resume_ms=60_000)
+        await killed(p.w)  # type: ignore[misc]
+        await service.scan()
+        for _ in range(3):
+            p.clock.now += 19.9
+            await service.scan()
+        assert await p.states("a.0") == ["placed"]
+        p.clock.now += 0.4
+        await service.scan()
+        assert await p.states("a.0") == ["done"]
+
+
+async def test_whom_its_client_has_left_is_cancelled_when_its_time_is_over(redis_url: str) -> None:
+    async with pipeline_at(redis_url) as p:
+        service = await running(p, "a", "b")
+        await p.w.scripts.detach(["a.0"], 1, 60_000)
+        await p.w.scripts.detach(["b.0"], 1, 0)
+        await service.scan()
+        assert await p.states("a.0", "b.0") == ["placed", "done"]
+        assert (await outcome(p.w, "b.0")).code == "client_gone"
+        p.clock.now += 1000  # Redis' clock counts, not the scheduler's
+        await service.scan()
+        assert await p.states("a.0") == ["placed"]
 
 
 async def test_orphans_in_the_queue_are_cancelled_too(redis_url: str) -> None:

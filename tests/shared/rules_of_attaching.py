@@ -40,14 +40,15 @@ async def _(w: World) -> None:
 
 
 @rules.rule(
-    "the old gateway learns who has it now",
+    "the old gateway learns the number under which another has it now",
     "attach",
-    "redis.call('XADD', P .. 'out:' .. owner, 'NOMKSTREAM', '*', '>' .. sid, gateway)",
+    "redis.call('XADD', P .. 'out:' .. owner, 'NOMKSTREAM', '*', '>' .. sid, redis.call('HGET', s, 'attach'))",
 )
 async def _(w: World) -> None:
     await w.placed("r", 2)
+    await w.scripts.attach("r", "g")
     await w.scripts.attach("r", "g2")
-    assert await w.stream("out:g") == [[(b">r.0", b"g2")], [(b">r.1", b"g2")]]
+    assert await w.stream("out:g") == [[(b">r.0", b"3")], [(b">r.1", b"3")]]
 
 
 @rules.rule(
@@ -132,6 +133,57 @@ async def _(w: World) -> None:
 @rules.rule("what has expired cannot be attached to", "attach", "if n == 0 then return {'gone', 0} end")
 async def _(w: World) -> None:
     assert (await w.scripts.attach("r", "g")).status == "gone"
+
+
+# --- detach ----------------------------------------------------------------------------------------------------------
+
+
+@rules.rule(
+    "whom a client has left is read by nobody, from then on",
+    "detach",
+    "redis.call('HSET', s, 'gateway', '', 'orphan_at_ms', orphan_at)",
+)
+async def _(w: World) -> None:
+    await w.placed("r", 2)
+    assert await w.scripts.detach(["r.0", "r.1"], 1, 1000) == 2
+    assert [(await w.sequence(sid)).gateway for sid in ("r.0", "r.1")] == ["", ""]
+    await w.commit(entry("r.0", count=2), entry("r.1", outcome=encode(STOP)))
+    assert await w.told() == []
+    assert await w.scripts.attach("r", "g2") == Attached("ok", (("placed", 2, 2), ("done", 2, 1)))
+    await w.commit(entry("r.0", first=2))
+    assert await w.told("g2") == [] and not await w.exists("out:")
+
+
+@rules.rule("who has attached meanwhile reads on", "detach", "f[2] == number and ", "")
+async def _(w: World) -> None:
+    await w.placed()
+    await w.scripts.attach("r", "g2")
+    assert await w.scripts.detach(["r.0"], 1, 1000) == 0
+    assert (await w.sequence()).gateway == "g2"
+
+
+@rules.rule("what has ended is not detached", "detach", "f[1] ~= 'done' and ", "")
+async def _(w: World) -> None:
+    await w.placed()
+    await w.scripts.finish("r.0", STOP)
+    before = await w.everything()
+    assert await w.scripts.detach(["r.0"], 1, 1000) == 0
+    assert await w.everything() == before
+
+
+@rules.rule("a repeated detach does not begin the time anew", "detach", " and f[3] ~= ''", "")
+async def _(w: World) -> None:
+    await w.placed()
+    await w.scripts.detach(["r.0"], 1, 1000)
+    before = await w.everything()
+    assert await w.scripts.detach(["r.0"], 1, 9000) == 0
+    assert await w.everything() == before
+
+
+@rules.rule("what has expired is not detached", "detach", "f[1] and ", "")
+async def _(w: World) -> None:
+    assert await w.scripts.detach(["r.0"], 1, 1000) == 0
+    assert await w.everything() == {}
 
 
 # --- keys of a finished request expire -------------------------------------------------------------------------------

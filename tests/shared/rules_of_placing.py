@@ -21,12 +21,8 @@ async def _(w: World) -> None:
 @rules.rule(
     "a repeated admit is accepted also when the queue is full meanwhile",
     "admit",
-    "if redis.call('EXISTS', r) == 1 then return {'exists', 0} end\n"
-    "local queued = redis.call('XLEN', P .. 'requests')\n"
-    "if queued + n > max_requests then return {'full_requests', queued} end",
-    "local queued = redis.call('XLEN', P .. 'requests')\n"
-    "if queued + n > max_requests then return {'full_requests', queued} end\n"
-    "if redis.call('EXISTS', r) == 1 then return {'exists', 0} end",
+    "if redis.call('EXISTS', r) == 1 then",
+    "if redis.call('XLEN', P .. 'requests') == 0 and redis.call('EXISTS', r) == 1 then",
 )
 async def _(w: World) -> None:
     await w.admit("r", max_requests=1)
@@ -49,7 +45,7 @@ async def _(w: World) -> None:
 @rules.rule(
     "the number of queued tokens is bounded",
     "admit",
-    "if queued > 0 and tokens + n * num_tokens > max_tokens then return {'full_tokens', tokens} end",
+    "if queued > 0 and tokens + num_tokens > max_tokens then return {'full_tokens', tokens} end",
 )
 async def _(w: World) -> None:
     assert (await w.admit("a", 2, tokens=30, max_tokens=100))[0] == "ok"
@@ -62,6 +58,53 @@ async def _(w: World) -> None:
 @rules.rule("a request larger than the bound is admitted to an empty queue", "admit", "queued > 0 and ", "")
 async def _(w: World) -> None:
     assert (await w.admit("a", tokens=101, max_tokens=100))[0] == "ok"
+
+
+@rules.rule(
+    "of a call with several prompts all are admitted",
+    "admit",
+    "for i = first, #ARGV, 5 do admit(",
+    "for i = first, first, 5 do admit(",
+)
+async def _(w: World) -> None:
+    assert await w.admit("r", 1, tokens=3, more=[("r-1", 2, 5)]) == ("ok", 3)
+    assert await w.queue() == [("r.0", 0), ("r-1.0", 0), ("r-1.1", 0)]
+    assert await w.queued_tokens() == 13
+    assert (await w.admit("r", 1, tokens=3, more=[("r-1", 2, 5)]))[0] == "exists"
+
+
+@rules.rule(
+    "of a call with several prompts none is admitted where one has no room",
+    "admit",
+    "n = n + ARGV[i + 1]",
+    "n = 1",
+)
+async def _(w: World) -> None:
+    assert (await w.admit("r", max_requests=2, more=[("r-1", 2, 3)]))[0] == "full_requests"
+    assert await w.everything() == {}
+
+
+@rules.rule(
+    "the tokens of all prompts are counted together",
+    "admit",
+    "num_tokens = num_tokens + ARGV[i + 1] * ARGV[i + 2]",
+    "num_tokens = ARGV[i + 1] * ARGV[i + 2]",
+)
+async def _(w: World) -> None:
+    await w.admit("a")
+    assert (await w.admit("r", tokens=50, max_tokens=100, more=[("r-1", 1, 50)]))[0] == "full_tokens"
+
+
+@rules.rule(
+    "how long a request goes on without a client stands with each of its sequences",
+    "admit",
+    "'arrival_ms', now, 'resume_ms', resume_ms)",
+    "'arrival_ms', now)",
+)
+async def _(w: World) -> None:
+    await w.admit("r", 2, resume_ms=7)
+    readers, _ = await w.records.readers(["r.0", "r.1"])
+    assert [reader.resume_ms for reader in readers.values()] == [7, 7]
 
 
 @rules.rule(

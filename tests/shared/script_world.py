@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 from redis.asyncio import Redis
@@ -52,11 +52,15 @@ class World:
 
     async def admit(
         self, rid: str = "r", n: int = 1, tokens: int = 3, *, gateway: str = "g", priority: int = 0,
-        max_requests: int = 100, max_tokens: int = 1000, retention_ms: int = HOUR_MS,
+        max_requests: int = 100, max_tokens: int = 1000, retention_ms: int = HOUR_MS, resume_ms: int = 0,
+        more: Sequence[tuple[str, int, int]] = (),
     ) -> tuple[str, int]:  # fmt: skip
+        """more: further prompts of the same call, each with rid, n and tokens."""
+        prompts = [(rid, n, tokens), *more]
         return await self.scripts.admit(
-            spec_of(rid, n, tokens), b"\1\0\0\0" * tokens, gateway=gateway, owner="key", priority=priority,
-            max_requests=max_requests, max_tokens=max_tokens, retention_ms=retention_ms,
+            [(spec_of(*prompt), b"\1\0\0\0" * prompt[2]) for prompt in prompts], gateway=gateway, owner="key",
+            priority=priority, max_requests=max_requests, max_tokens=max_tokens, retention_ms=retention_ms,
+            resume_ms=resume_ms, body_digest="digest",
         )  # fmt: skip
 
     async def placed(self, rid: str = "r", n: int = 1, **admit: Any) -> None:
@@ -124,7 +128,8 @@ class World:
         """All keys and values, to see that nothing has changed."""
         found: dict[bytes, Any] = {}
         async for key in self.redis.scan_iter():
-            found[key] = await self.redis.dump(key)
+            is_hash = await self.redis.type(key) == b"hash"  # of which a dump has the fields in any order
+            found[key] = await (self.redis.hgetall(key) if is_hash else self.redis.dump(key))
         return found
 
     @contextlib.asynccontextmanager

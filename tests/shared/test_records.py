@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from shared.protocol import Outcome, ProtocolError, TokenChunk, encode
+from shared.records import Reader
 from tests.shared.script_world import entry, spec_of, world_at
 
 
@@ -18,6 +19,7 @@ async def test_a_request_comes_back(redis_url: str) -> None:
         record = await w.records.request("r")
         assert record is not None
         assert (record.spec, record.prompt_ids, record.owner) == (spec_of("r", 2), [1, 1, 1], "key")
+        assert (record.resume_ms, record.body_digest) == (0, "digest")
         assert await w.records.request("other") is None
 
 
@@ -73,10 +75,14 @@ async def test_who_is_placed_on_a_worker(redis_url: str) -> None:
 async def test_readers_of_sequences(redis_url: str) -> None:
     async with world_at(redis_url) as w:
         await w.placed("r", 2)
-        await w.admit("q", gateway="g2")
+        await w.admit("q", gateway="g2", resume_ms=5)
         await w.scripts.finish("r.1", Outcome(reason="stop"))
-        assert await w.records.readers(["r.0", "r.1", "q.0", "other.0"]) == {"r.0": ("g", 1), "q.0": ("g2", 1)}
-        assert await w.records.readers([]) == {}
+        readers, now_ms = await w.records.readers(["r.0", "r.1", "q.0", "other.0"])
+        assert readers == {"r.0": Reader("g", 1), "q.0": Reader("g2", 1, resume_ms=5)}
+        await w.scripts.detach(["q.0"], 1, 5000)
+        readers, later_ms = await w.records.readers(["q.0"])
+        assert readers["q.0"].gateway == ""
+        assert now_ms + 5000 <= readers["q.0"].orphan_at_ms <= later_ms + 5000
 
 
 async def test_leases_that_are_alive(redis_url: str) -> None:

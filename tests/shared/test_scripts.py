@@ -126,6 +126,7 @@ async def test_models_do_not_meet(redis_url: str) -> None:
         lambda w: w.commit(entry(count=2)),
         lambda w: w.commit(entry("r.1", outcome=END)),
         lambda w: w.scripts.attach("r", "g2", 1),
+        lambda w: w.scripts.detach(["r.0", "r.1"], 1, 1000),
         lambda w: w.scripts.requeue("r.0", 1, strikes=1),
         lambda w: w.scripts.finish("r.0", STOP),
         lambda w: w.scripts.cancel_if(["r.0", "r.1"], 1, CANCELLED),
@@ -133,8 +134,8 @@ async def test_models_do_not_meet(redis_url: str) -> None:
         lambda w: w.scripts.plan("run", "w", 1, [b"x"], 5),
         lambda w: w.scripts.drop_lease("run", "w", "s"),
     ],
-    ids=["admit", "assign", "commit", "commit an end", "attach", "requeue", "finish", "cancel", "condemn", "plan",
-         "drop lease"],
+    ids=["admit", "assign", "commit", "commit an end", "attach", "detach", "requeue", "finish", "cancel", "condemn",
+         "plan", "drop lease"],
 )  # fmt: skip
 async def test_a_repeated_call_changes_nothing(redis_url: str, call: Callable[[World], Awaitable[object]]) -> None:
     async with world_at(redis_url) as w:
@@ -184,7 +185,7 @@ async def test_binary_payloads_pass_through(redis_url: str) -> None:
         assert await w.log() == [everything] and dict((await w.stream("out:g"))[0])[b"r.0"] == everything
         spec = spec_of("q")
         await w.scripts.admit(
-            spec, everything, gateway="g", owner="", priority=0, max_requests=9, max_tokens=9, retention_ms=1
+            [(spec, everything)], gateway="g", owner="", priority=0, max_requests=9, max_tokens=9, retention_ms=1
         )
         record = await w.records.request("q")
         assert record is not None and record.prompt == everything and record.spec == spec
