@@ -1,6 +1,6 @@
 """Keeps programs running: starts, restarts with growing delays, forwards their lines, stops them in order.
 
-Knows nothing of Redis or of what the programs do, except that exit status 78 means "restarting will not help": then
+Knows nothing of Redis or of what the programs do, except that some exit statuses mean "restarting will not help": then
 everything stops. A child runs in a session of its own, so that Ctrl-C reaches the supervisor alone, and dies with the
 supervisor, however that ends (`shared/launcher.py`). Every life of a child has a fresh incarnation; when it ends, that
 is reported at once, so that nobody waits for its lease to run out.
@@ -18,7 +18,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 
 from shared import launcher, logs
-from shared.runtime import EXIT_CONFIG, EXIT_LAPSED
+from shared.runtime import EXIT_LAPSED, EXIT_MEANINGS, FINAL_EXITS
 
 log = logging.getLogger("serve")
 
@@ -90,7 +90,7 @@ class Supervisor:
         (self._hurry if self._stop.is_set() else self._stop).set()
 
     async def wait_for_stop(self) -> None:
-        """Returns when a stop is asked for, by a caller or by a child whose settings are wrong (then status is 78)."""
+        """Returns when a stop is asked for, by a caller or by a child that can never run (then its status is ours)."""
         await self._stop.wait()
 
     async def stop_all(self) -> None:
@@ -123,9 +123,9 @@ class Supervisor:
             began = time.monotonic()
             status = await self._live(child)
             child.num_exits += 1
-            if status == EXIT_CONFIG and child.wanted:
-                self.status = EXIT_CONFIG
-                log.error("%s cannot run with its settings: %s", child.program.name, child.last_line)
+            if status in FINAL_EXITS and child.wanted:
+                self.status = status
+                log.error("%s cannot run, %s: %s", child.program.name, EXIT_MEANINGS[status], child.last_line)
                 self._stop.set()
                 return
             await self._settle(child, status, time.monotonic() - began)
@@ -200,7 +200,10 @@ class Supervisor:
 
 
 def describe_exit(status: int) -> str:
-    return f"was ended by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
+    if status < 0:
+        return f"was ended by {signal.Signals(-status).name}"
+    meaning = EXIT_MEANINGS.get(status)
+    return f"ended with status {status}" + (f" ({meaning})" if meaning else "")
 
 
 def _signal(process: asyncio.subprocess.Process, sig: signal.Signals) -> None:

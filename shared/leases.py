@@ -61,5 +61,10 @@ class Membership:
             if last_id == "" or id_key(last_id) < id_key(own[name]):
                 raise StreamLost(name)
 
+    async def amend(self, **fields: object) -> None:
+        """Says something else of itself, if it is alive."""
+        self.member = self.member.model_copy(update=fields)
+        await self.scripts.amend(self.member)
+
     async def leave(self) -> None:
         await self.scripts.gone(self.member.kind, self.incarnation)

@@ -648,6 +648,7 @@ class Member(Message):
     vocab_size: int = 0
     variant: str = ""  # kernel variant; part of every block key
     device: str = ""
+    draining: bool = False  # it goes on with what it has and takes no more
 
 
 class Event(Message):

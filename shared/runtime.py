@@ -22,20 +22,36 @@ log = logging.getLogger(__name__)
 
 START_TIMEOUT_S = 30.0  # for Redis to answer
 FAREWELL_S = 2.0
-EXIT_CONFIG = 78  # EX_CONFIG: restarting will not help
+EXIT_CONFIG = 78  # EX_CONFIG
+EXIT_MODEL = 65  # EX_DATAERR
 EXIT_LAPSED = 75  # EX_TEMPFAIL: start again as a new incarnation
+EXIT_HUNG = 70
+EXIT_ENGINE = 71
+EXIT_MEMORY = 72
+EXIT_MEANINGS = {
+    EXIT_CONFIG: "its settings cannot be used", EXIT_MODEL: "its model cannot be served",
+    EXIT_HUNG: "a step did not end", EXIT_ENGINE: "its engine cannot compute", EXIT_MEMORY: "memory has run out",
+}  # fmt: skip
+FINAL_EXITS = (EXIT_CONFIG, EXIT_MODEL)  # restarting will not help
 CANCEL_AGAIN_S = 0.1
+HURRY_S = 2.0
 
 
 class Stop:
-    """Set once by the first SIGTERM or SIGINT; a second signal ends the process at once."""
+    """Set by the first SIGTERM or SIGINT. After a second one the process has HURRY_S to leave in order, without waiting
+    for what still runs; a third ends it at once."""
 
-    def __init__(self) -> None:
+    def __init__(self, exit: Callable[[int], Any] = os._exit) -> None:
         self._event = asyncio.Event()
+        self._exit = exit
+        self.hurried = False
 
     def set(self) -> None:
-        if self._event.is_set():
-            os._exit(1)
+        if self.hurried:
+            self._exit(1)
+        elif self._event.is_set():
+            self.hurried = True
+            asyncio.get_running_loop().call_later(HURRY_S, self._exit, 1)
         self._event.set()
 
     def is_set(self) -> bool:

@@ -6,6 +6,7 @@ Above them lie two ordinary special tokens and markers that give orders to the e
     CRASH k   the process exits when output token number k is drawn   (k is the id after the marker; absent: 0)
     HANG k    that step never ends
     RAISE k   that step raises
+    OOM k     memory runs out in every step of more than k tokens that it is in
     SCRIPT …  everything after it, to the end of the prompt, is drawn verbatim, one token a step, then EOS
 
 Markers count only before a SCRIPT. A prompt without SCRIPT is answered with lower-case text, without end.
@@ -25,10 +26,11 @@ CRASH = 258
 HANG = 259
 RAISE = 260
 SCRIPT = 261
-VOCAB_SIZE = 262
+OOM = 262
+VOCAB_SIZE = 263
 
 SPECIAL_TOKENS = {
-    "<bos>": BOS, "<eos>": EOS, "<crash>": CRASH, "<hang>": HANG, "<raise>": RAISE, "<script>": SCRIPT,
+    "<bos>": BOS, "<eos>": EOS, "<crash>": CRASH, "<hang>": HANG, "<raise>": RAISE, "<script>": SCRIPT, "<oom>": OOM,
 }  # fmt: skip
 ALPHABET = b"abcdefghijklmnopqrstuvwxyz     ."
 NUM_CONTEXT_TOKENS = 8  # how many of the last tokens decide the next one, beside their number
@@ -56,7 +58,8 @@ def answer(prompt_ids: Sequence[int], num_tokens: int, seed: int = 0, choice: in
 
 
 def marker_at(ids: Sequence[int], num_prompt_tokens: int, marker: int) -> int:
-    """The output position at which CRASH, HANG or RAISE takes effect; -1 if the prompt does not have it."""
+    """The number after the marker: for CRASH, HANG and RAISE the output position at which it takes effect; -1 if the
+    prompt does not have it."""
     end = _script_start(ids, num_prompt_tokens) - 1
     at = _find(ids, marker, end if end >= 0 else num_prompt_tokens)
     if at < 0:

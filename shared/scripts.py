@@ -193,6 +193,11 @@ class Scripts:
         )
         return [i.decode() for i in ids]
 
+    async def amend(self, member: Member) -> bool:
+        """A living incarnation announces itself anew; False if it is dead."""
+        event = encode(Event(kind="joined", id=member.incarnation))
+        return bool(await self._run("amend", member.kind, member.incarnation, encode(member), event))
+
     async def refresh(self, kind: str, id: str, lease_ms: int, handled: dict[str, str]) -> list[str] | None:
         """The last id of each stream ('' if gone); None: the lease has lapsed. Trims up to the handled ids."""
         args: list[Arg] = [kind, id, lease_ms, STREAM_TTL_MS]

@@ -1,6 +1,7 @@
 """Starts a worker: `python -m services.gpu_worker`, configured by the environment.
 
-The engine is loaded before anything is announced: a worker that cannot load says why, and exits with EXIT_CONFIG.
+The engine is loaded, and has computed something, before anything is announced: a worker that cannot load says why and
+exits with EXIT_MODEL, or EXIT_CONFIG where a setting is to blame.
 """
 
 from __future__ import annotations
@@ -23,11 +24,16 @@ from services.gpu_worker import scripted_engine
 from services.gpu_worker.admission import Validate
 from services.gpu_worker.batch import Engine
 from services.gpu_worker.composer import Budget
+from services.gpu_worker.failures import EngineBroken, OutOfMemory, WorkerFailure
 from services.gpu_worker.loops import WorkerLoops
+from services.gpu_worker.model.config import ConfigError
+from services.gpu_worker.probe import measure
 from services.gpu_worker.scripted_engine import ScriptedEngine
-from services.gpu_worker.service import EngineHung, WorkerService
+from services.gpu_worker.service import WorkerService
+from services.gpu_worker.step_cost import StepCost
 from shared import bootstrap, bus, model_source
-from shared.runtime import Stop, redis_answers
+from shared.model_source import ModelSourceError
+from shared.runtime import EXIT_MODEL, Stop, redis_answers
 from shared.settings import CommonSettings, ScriptedSettings, SettingsError, WorkerSettings
 
 log = logging.getLogger(__name__)
@@ -35,16 +41,26 @@ log = logging.getLogger(__name__)
 FLUSH_INTERVAL_S = 0.010
 SHARED_CORES_FLUSH_INTERVAL_S = 0.025  # where compute threads use all cores, and every flush takes from them
 SCRIPTED_MAX_MODEL_LEN = 4096
-EXIT_HUNG = 70  # EX_SOFTWARE: only a new process helps
 
-Loaded = tuple[Engine, Validate]
+Loaded = tuple[Engine, Validate, StepCost]
+
+
+class ModelFailure(Exception):
+    """The model's files cannot be served; one sentence for the operator."""
 
 
 async def serve(stop: Stop, common: CommonSettings, own: WorkerSettings, scripted: ScriptedSettings) -> int:
-    loaded = await _unless_stopped(stop, lambda: _load(common, own, scripted))
+    try:
+        loaded = await _unless_stopped(stop, lambda: _load(common, own, scripted))
+    except ModelFailure as e:
+        log.error("%s", e)
+        return EXIT_MODEL
+    except WorkerFailure as e:
+        log.error("%s", e, exc_info=e.__cause__)
+        return e.STATUS
     if loaded is None:
         return 0
-    engine, validate = loaded
+    engine, validate, cost = loaded
     clients = [bus.connect(common.redis_url) for _ in range(3)]
     try:
         if not await redis_answers(clients[0], stop):
@@ -52,13 +68,13 @@ async def serve(stop: Stop, common: CommonSettings, own: WorkerSettings, scripte
         service = WorkerService(
             clients[0], common.served_name, engine, validate=validate, name=socket.gethostname(),
             incarnation=common.incarnation, enable_prefix_caching=own.enable_prefix_caching,
-            max_step_s=own.max_step_ms / 1000, blocking=clients[1], heartbeat=clients[2],
+            max_step_s=own.max_step_ms / 1000, blocking=clients[1], heartbeat=clients[2], cost=cost,
             capacity=Budget(own.max_num_batched_tokens, own.max_num_seqs, prefill_chunk=own.max_num_batched_tokens),
         )  # fmt: skip
-        await WorkerLoops(service, _flush_interval_s(own)).run(stop)
-    except EngineHung as e:
+        await WorkerLoops(service, _flush_interval_s(own)).run(stop, own.drain_timeout_s)
+    except WorkerFailure as e:
         log.error("%s", e)
-        return EXIT_HUNG
+        return e.STATUS
     finally:
         for client in clients:
             await client.aclose()
@@ -91,21 +107,35 @@ async def _unless_stopped(stop: Stop, load: Callable[[], Loaded]) -> Loaded | No
 
 
 def _load(common: CommonSettings, own: WorkerSettings, scripted: ScriptedSettings) -> Loaded:
-    """SettingsError, in a sentence, for a model or a setting that cannot be served."""
+    """An engine that has computed something. SettingsError, ModelFailure or WorkerFailure, in a sentence, if not."""
     started = time.monotonic()
     try:
-        loaded = _scripted(own, scripted) if own.engine == "scripted" else _torch(common, own)
-    except ValueError as e:
+        engine, validate = _scripted(own, scripted) if own.engine == "scripted" else _torch(common, own)
+        cost = _measure(engine)
+    except (ConfigError, ModelSourceError) as e:
         raise SettingsError(f"{common.model} cannot be served: {e}") from e
-    info = loaded[0].info
+    except (ValueError, OSError) as e:
+        raise ModelFailure(f"{common.model} cannot be served: {e}") from e
+    except MemoryError as e:
+        raise OutOfMemory(f"there is not enough memory to load {common.model}: {e}") from None
+    info = engine.info
     log.info(
         "%s loaded in %.1f s: context %d, %d KV blocks of %d tokens, variant %s", common.served_name,
         time.monotonic() - started, info.max_model_len, info.num_blocks, info.block_size, info.variant,
     )  # fmt: skip
-    return loaded
+    return engine, validate, cost
 
 
-def _scripted(own: WorkerSettings, scripted: ScriptedSettings) -> Loaded:
+def _measure(engine: Engine) -> StepCost:
+    try:
+        return measure(engine)
+    except MemoryError:
+        raise
+    except Exception as e:
+        raise EngineBroken("the engine cannot compute anything with this model") from e
+
+
+def _scripted(own: WorkerSettings, scripted: ScriptedSettings) -> tuple[Engine, Validate]:
     engine = ScriptedEngine(
         num_blocks=scripted.scripted_num_blocks, block_size=own.block_size,
         max_model_len=own.max_model_len or SCRIPTED_MAX_MODEL_LEN, step_s=scripted.scripted_step_ms / 1000,
@@ -115,7 +145,7 @@ def _scripted(own: WorkerSettings, scripted: ScriptedSettings) -> Loaded:
     return engine, scripted_engine.validate
 
 
-def _torch(common: CommonSettings, own: WorkerSettings) -> Loaded:
+def _torch(common: CommonSettings, own: WorkerSettings) -> tuple[Engine, Validate]:
     source = model_source.resolve(common.model, common.cache_dir)
     from services.gpu_worker.engine import TorchEngine  # a scripted worker needs no torch, which takes seconds
     from services.gpu_worker.sampler import validate  # needs torch too

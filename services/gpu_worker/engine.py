@@ -6,7 +6,9 @@ because every op's rows are independent (see `kernels/`) and sampling looks at o
 
 from __future__ import annotations
 
+import contextlib
 import logging
+from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import replace
 from pathlib import Path
@@ -26,6 +28,7 @@ from services.gpu_worker.weights.loader import Progress, load_weights, open_sour
 
 log = logging.getLogger(__name__)
 
+_NO_MEMORY = ("can't allocate memory", "not enough memory", "Cannot allocate memory")
 _USEFUL_CONTEXTS = 256  # full contexts that the default pool holds at most
 
 
@@ -67,7 +70,7 @@ class TorchEngine:
         length = context_length(config, max_model_len)
         block_bytes = 2 * config.num_layers * config.num_kv_heads * config.head_dim * block_size * kv_dtype.itemsize
         num_blocks = num_blocks_for(kv_cache_bytes, block_bytes, _USEFUL_CONTEXTS * -(-length // block_size))
-        with torch.inference_mode():
+        with torch.inference_mode(), memory_errors():
             decoder = Decoder(config, load_weights(source, progress), length)
             pool = KVPool(
                 num_blocks=num_blocks,
@@ -84,11 +87,11 @@ class TorchEngine:
 
     def step(self, chunks: Seq[Chunk]) -> list[SampledToken | None]:
         """As `Engine.step`. SequenceError, before anything is computed, for a chunk that cannot be; and after, for a
-        sequence whose logits are not finite. ValueError for parameters that `sampler.validate` refuses."""
+        sequence whose logits are not finite. ValueError for parameters that `sampler.validate` refuses; MemoryError."""
         results: list[SampledToken | None] = [None] * len(chunks)
         if not chunks:
             return results
-        with torch.inference_mode():
+        with torch.inference_mode(), memory_errors():
             inputs = build_step_inputs(chunks, self._geometry)
             logits = self._decoder.forward(inputs, self._pool)
             sampled = [chunks[i] for i in inputs.sample_chunks]
@@ -97,6 +100,17 @@ class TorchEngine:
         for i, token in zip(inputs.sample_chunks, tokens, strict=True):
             results[i] = token
         return results
+
+
+@contextlib.contextmanager
+def memory_errors() -> Iterator[None]:
+    """MemoryError for what torch says in other ways; on CPU by the text of a RuntimeError."""
+    try:
+        yield
+    except RuntimeError as e:
+        if isinstance(e, torch.OutOfMemoryError) or any(words in str(e) for words in _NO_MEMORY):
+            raise MemoryError(str(e).splitlines()[0]) from None
+        raise
 
 
 def context_length(config: ModelConfig, asked: int | None) -> int:

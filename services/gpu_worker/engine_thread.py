@@ -3,6 +3,10 @@
 Owns the lock around the running set and when the engine runs; decides nothing about sequences. Queued changes are
 applied between steps, in order, never to a step already prepared. With nothing to do the thread sleeps on a condition.
 `step_once` is one round, so that tests can drive it without a thread.
+
+A step that fails changes nothing: what it has written lies in blocks that are not sealed, so it is run again in parts.
+A sequence that fails alone ends, if the engine can still compute something else; if not, the engine is to blame. Where
+memory has run out, parts are made until one fits, and later steps are no larger.
 """
 
 from __future__ import annotations
@@ -13,36 +17,49 @@ import time
 from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
+from dataclasses import dataclass, replace
 
 from services.gpu_worker.batch import Chunk, Engine, SampledToken
+from services.gpu_worker.commits import Place
+from services.gpu_worker.failures import EngineBroken, EngineDied, OutOfMemory, WorkerFailure
+from services.gpu_worker.probe import probe
 from services.gpu_worker.running_set import Change, RunningSet
 from services.gpu_worker.step_cost import StepCost
+from services.gpu_worker.step_limit import StepLimit
 
 log = logging.getLogger(__name__)
 
-STOP_TIMEOUT_S = 5.0
+STOP_TIMEOUT_S = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    places: tuple[Place, ...]
+    hung_at: float
 
 
 class EngineLoop:
-    """on_step is told the seconds of every step that succeeded, in the engine's thread."""
+    """cost: what steps of this engine cost, as far as it is known. on_step is told the seconds of every step that
+    succeeded, in the engine's thread."""
 
     def __init__(
-        self, engine: Engine, running: RunningSet, *, max_step_s: float = 0.1,
+        self, engine: Engine, running: RunningSet, *, max_step_s: float = 0.1, cost: StepCost | None = None,
         clock: Callable[[], float] = time.monotonic, on_step: Callable[[float], None] = lambda seconds: None,
     ) -> None:  # fmt: skip
         self.running = running
-        self.cost = StepCost()
-        self.num_steps = 0
+        self.cost = cost or StepCost()
+        self.limit = StepLimit()
+        self.num_steps = 0  # that have ended, well or not
         self.num_drawn = 0
         self.num_prefilled = 0
-        self.failure: BaseException | None = None  # what ended the thread, if not `stop`
+        self.failure: WorkerFailure | None = None  # what ended the thread, if not `stop`
         self.lock = threading.Condition(threading.Lock())  # guards the running set and the queue
         self._engine = engine
         self._max_step_s = max_step_s
         self._clock = clock
         self._on_step = on_step
         self._queue: deque[Change] = deque()
-        self._step: tuple[float, float] | None = None  # when the present step began, and when it counts as hung
+        self._step: _Step | None = None  # the present one
         self._stopping = False
         self._thread: threading.Thread | None = None
 
@@ -70,53 +87,93 @@ class EngineLoop:
             changed = bool(self._queue)
             while self._queue:
                 self.running.apply(self._queue.popleft())
-            chunks = self.running.prepare(self.cost.max_prefill_tokens(self._max_step_s))
+            chunks = self.running.prepare(self.cost.max_prefill_tokens(self._max_step_s), self.limit.num_tokens)
         if chunks:
             self._compute(chunks)
         return changed or bool(chunks)
 
     def _compute(self, chunks: Seq[Chunk]) -> None:
-        """One step; if it fails, its halves, until the one that fails alone is found: never blame its mates."""
+        """One step; WorkerFailure if the process must be replaced. What failed is not held on to while its parts run:
+        its traceback keeps tensors alive."""
+        ran_out = self._try(chunks)
+        if ran_out is None:
+            return
+        if ran_out:
+            self._shrink(chunks)
+        elif len(chunks) > 1:
+            self._halve(chunks)
+        else:
+            self._blame(chunks[0])
+
+    def _try(self, chunks: Seq[Chunk]) -> bool | None:
+        """None if the step went well; else whether memory ran out."""
         num_prefill = sum(c.count for c in chunks if c.count > 1 or not c.sample)
-        started = self._clock()
-        self._step = (started, started + self.cost.hang_s(num_prefill))
+        started = self._begin(chunks, num_prefill)
         try:
             sampled = self._engine.step(chunks)
             _check(chunks, sampled)
+        except MemoryError as e:
+            log.warning("memory has run out in a step of %d sequences: %s", len(chunks), e)
+            return True
         except Exception:
+            log.warning("a step of %d sequences failed", len(chunks), exc_info=len(chunks) == 1)
+            return False
+        finally:
             self._step = None
-            self._halve(chunks)
-            return
-        self._step = None
+            self.num_steps += 1
         seconds = self._clock() - started
         num_drawn = sum(t is not None for t in sampled)
         self.cost.observe(sum(c.count == 1 and c.sample for c in chunks), num_prefill, num_drawn, seconds)
+        self.limit.went_well()
         with self.lock:
             self.running.advance(chunks, sampled)
-            self.num_steps += 1
             self.num_drawn += num_drawn
             self.num_prefilled += num_prefill
         self._on_step(seconds)
+        return None
+
+    def _begin(self, chunks: Seq[Chunk], num_prefill: int) -> float:
+        started = self._clock()
+        places = tuple((c.seq.sid, c.seq.epoch) for c in chunks)
+        self._step = _Step(places, started + self.cost.hang_s(num_prefill))
+        return started
 
     def _halve(self, chunks: Seq[Chunk]) -> None:
-        """Called while the engine's exception is handled."""
-        if len(chunks) == 1:
-            log.exception("the engine failed on %s alone", chunks[0].seq.sid)
-            with self.lock:
-                self.running.fail(chunks[0].seq)
-            return
-        log.warning("a step of %d sequences failed; running its halves", len(chunks))
         middle = len(chunks) // 2
         self._compute(chunks[:middle])
         self._compute(chunks[middle:])
 
+    def _shrink(self, chunks: Seq[Chunk]) -> None:
+        """Smaller steps, from now on too; of a single sequence a shorter chunk, the rest of which has time."""
+        num_tokens = sum(c.count for c in chunks)
+        self.limit.ran_out(num_tokens)
+        if num_tokens == 1:
+            raise OutOfMemory("there is no memory for a step of one token", [_place(chunks[0])])
+        if len(chunks) > 1:
+            self._halve(chunks)
+        else:
+            self._compute([replace(chunks[0], count=chunks[0].count // 2, sample=False)])
+
+    def _blame(self, chunk: Chunk) -> None:
+        """The sequence, if the engine computes something else into its block, which is given up with it."""
+        self._begin([chunk], 0)
+        try:
+            probe(self._engine, chunk.seq.block_ids[chunk.start // self.running.info.block_size])
+        except Exception as e:
+            raise EngineBroken("the engine cannot compute anything any more", [_place(chunk)]) from e
+        finally:
+            self._step = None
+        log.error("the engine failed on %s alone", chunk.seq.sid)
+        with self.lock:
+            self.running.fail(chunk.seq)
+
     # --- the thread --------------------------------------------------------------------------------------------------
 
     @property
-    def hung(self) -> bool:
-        """Has the present step taken longer than any step should?"""
+    def hung(self) -> tuple[Place, ...]:
+        """Who is in the present step, if it has taken longer than any step should."""
         step = self._step
-        return step is not None and self._clock() > step[1]
+        return step.places if step is not None and self._clock() > step.hung_at else ()
 
     def start(self, on_progress: Callable[[], None]) -> None:
         """on_progress is called in the thread after every round that changed something, and when the thread dies."""
@@ -140,12 +197,20 @@ class EngineLoop:
                 with self.lock:
                     if not self._queue and not self._stopping:
                         self.lock.wait()
+        except WorkerFailure as e:
+            log.error("the engine stops", exc_info=e.__cause__)
+            self.failure = e
+            on_progress()
         except BaseException as e:  # a bug in the running set: the process must not go on without its engine
             log.exception("the engine thread has died")
-            self.failure = e
+            self.failure = EngineDied(f"the engine thread has died of {type(e).__name__}")
             on_progress()
 
 
 def _check(chunks: Seq[Chunk], sampled: Seq[SampledToken | None]) -> None:
     if [t is not None for t in sampled] != [c.sample for c in chunks]:
         raise ValueError("the engine's results do not match its chunks")
+
+
+def _place(chunk: Chunk) -> Place:
+    return chunk.seq.sid, chunk.seq.epoch

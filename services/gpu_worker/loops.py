@@ -9,17 +9,22 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+from collections.abc import Collection
 
+from services.gpu_worker.commits import Place
+from services.gpu_worker.failures import WorkerFailure
 from services.gpu_worker.pacing import Pacer
 from services.gpu_worker.service import WorkerService
+from services.gpu_worker.watchdog import LOOK_AGAIN_S
 from shared.bus import LOST
 from shared.leases import BUSY_REFRESH_MS, IDLE_REFRESH_MS
-from shared.runtime import Stop, forever, run_until_stopped
+from shared.runtime import Stop, forever, run_until_stopped, wait_for_event
 
 log = logging.getLogger(__name__)
 
 READ_BLOCK_MS = 1000  # the plan of a new life is read after at most this long
 FAREWELL_S = 2.0  # for the last words of a process that stops
+DRAIN_LOOK_S = 0.05
 
 
 class WorkerLoops:
@@ -27,30 +32,31 @@ class WorkerLoops:
         self._service = service
         self._pacer = Pacer(flush_interval_s)
         self._wake = asyncio.Event()  # there is something to flush
+        self._flushed = asyncio.Event()
         self._parked = False  # the flush loop waits for something to flush, at most until the next report
         self._beat_missed = False
 
-    async def run(self, stop: Stop) -> None:
-        """Serves until stopped; then commits what is drawn and hands the running sequences back.
+    async def run(self, stop: Stop, drain_timeout_s: float = 0.0) -> None:
+        """Serves until stopped; then what can ends within the time, and the rest is handed over with all it has drawn.
 
-        Raises what ended the engine, or EngineHung: the process is to be replaced.
+        WorkerFailure if the process is to be replaced.
         """
         service = self._service
         loop = asyncio.get_running_loop()
         service.engine_loop.start(lambda: self._on_progress(loop))
+        drained = Stop()
         try:
             await run_until_stopped(
                 [
-                    forever("plan", lambda: service.read_plan(READ_BLOCK_MS), stop),
-                    forever("commit", self._flush_when_due, stop),
-                    forever("heartbeat", self._beat_when_due, stop),
+                    forever("plan", lambda: service.read_plan(READ_BLOCK_MS), drained),
+                    forever("commit", self._flush_when_due, drained),
+                    forever("heartbeat", self._beat_when_due, drained),
+                    self._drain(stop, drained, drain_timeout_s),
                 ],
-                stop,
+                drained,
             )
-        except Exception:
-            with contextlib.suppress(*LOST, TimeoutError):  # dead to others at once, as if killed
-                async with asyncio.timeout(FAREWELL_S):
-                    await service.life.membership.leave()
+        except Exception as e:
+            await self._part(e.blamed if isinstance(e, WorkerFailure) else ())
             raise
         try:
             await self._end_step()
@@ -58,6 +64,30 @@ class WorkerLoops:
                 await service.leave()
         except (*LOST, TimeoutError) as e:
             log.warning("left without a word, Redis is away (%s)", str(e) or type(e).__name__)
+
+    async def _drain(self, stop: Stop, drained: Stop, timeout_s: float) -> None:
+        """A second signal cuts it short."""
+        await stop.wait()
+        now = asyncio.get_running_loop().time
+        until = now() + timeout_s
+        announcing = asyncio.ensure_future(self._announce_drain(timeout_s))
+        while self._service.running.has_work and not stop.hurried and now() < until:
+            self._flushed.clear()
+            await wait_for_event(self._flushed, DRAIN_LOOK_S)
+        announcing.cancel()
+        drained.set()
+
+    async def _announce_drain(self, timeout_s: float) -> None:
+        if timeout_s > 0:
+            with contextlib.suppress(*LOST):
+                await self._service.drain()
+
+    async def _part(self, blamed: Collection[Place]) -> None:
+        """Of a failure: in order if it is known whom it happened to; else dead to others at once, as if killed."""
+        service = self._service
+        with contextlib.suppress(*LOST, TimeoutError):
+            async with asyncio.timeout(FAREWELL_S):
+                await (service.leave(blamed) if blamed else service.life.membership.leave())
 
     async def _end_step(self) -> None:
         """Waits for the engine's last step, and keeps the lease meanwhile: what it draws is to be committed."""
@@ -74,7 +104,7 @@ class WorkerLoops:
 
     async def _flush_when_due(self) -> None:
         service = self._service
-        service.check_engine()
+        service.watchdog.check_thread()
         self._parked = True  # before looking: what happens after the look wakes this loop
         self._wake.clear()
         now, urgent, pending = service.clock(), service.urgent, service.pending
@@ -88,13 +118,14 @@ class WorkerLoops:
             return
         complete = await service.flush(urgent_only=urgent and (regular is None or regular > 0))
         self._pacer.flushed(now, service.num_entries, complete)
+        self._flushed.set()
 
     async def _beat_when_due(self) -> None:
         service = self._service
         if not self._beat_missed:
-            period_ms = BUSY_REFRESH_MS if service.lease_is_short else IDLE_REFRESH_MS
+            period_s = (BUSY_REFRESH_MS if service.lease_is_short else IDLE_REFRESH_MS) / 1000
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(period_ms / 1000):
+                async with asyncio.timeout(LOOK_AGAIN_S if service.watchdog.suspects else period_s):
                     await service.lease_became_short.wait()
                 service.lease_became_short.clear()
                 if not service.beat_is_due:

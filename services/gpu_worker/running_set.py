@@ -16,8 +16,9 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
+from collections.abc import Collection
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import cast
 
 from services.gpu_worker.admission import (
@@ -35,6 +36,7 @@ from services.gpu_worker.commits import Ledger, Place
 from services.gpu_worker.composer import Budget, compose
 from services.gpu_worker.outbox import Outbox
 from services.gpu_worker.seals import SealedBlocks
+from services.gpu_worker.step_limit import NO_LIMIT
 from shared.protocol import (
     Admit,
     Cancel,
@@ -229,8 +231,9 @@ class RunningSet:
 
     # --- steps -------------------------------------------------------------------------------------------------------
 
-    def prepare(self, max_prefill_tokens: int) -> list[Chunk]:
-        """The next step; takes spare blocks for sequences that need one. Empty: nobody can go on."""
+    def prepare(self, max_prefill_tokens: int, max_num_tokens: int = NO_LIMIT) -> list[Chunk]:
+        """The next step, of at most max_num_tokens; takes spare blocks for sequences that need one. Empty: nobody can
+        go on."""
         ready = [seq for seq in self.sequences.values() if self._has_slot(seq)]
         starved = frozenset(self.sequences).difference(seq.sid for seq in ready)
         if starved != self.starved:
@@ -239,8 +242,11 @@ class RunningSet:
         if not ready:
             return []
         self._turn += 1
+        budget = self.budget
+        if max_num_tokens < budget.max_num_batched_tokens:
+            budget = replace(budget, max_num_batched_tokens=max_num_tokens)
         return compose(
-            ready, self.budget, block_size=self.info.block_size, max_prefill_tokens=max_prefill_tokens, turn=self._turn
+            ready, budget, block_size=self.info.block_size, max_prefill_tokens=max_prefill_tokens, turn=self._turn
         )
 
     def _has_slot(self, seq: Sequence) -> bool:
@@ -297,13 +303,13 @@ class RunningSet:
         if seq is not None:
             self._remove(seq, reason)
 
-    def release_all(self) -> list[Place]:
-        """The worker stops: what is drawn goes into the log, and others go on; who they are."""
-        places = [(seq.sid, seq.epoch) for seq in self.sequences.values()]
-        for seq in list(self.sequences.values()):
+    def release_all(self, kept: Collection[Place] = ()) -> list[Place]:
+        """The worker stops: what is drawn goes into the log, and others go on; who they are. kept: not these."""
+        released = [s for s in self.sequences.values() if (s.sid, s.epoch) not in kept]
+        for seq in released:
             self.ledger.close(seq, None)
             self._remove(seq, "preempted")
-        return places
+        return [(seq.sid, seq.epoch) for seq in released]
 
     def _conclude(self, seq: Sequence, reason: str, code: str = "", message: str = "") -> None:
         """Ends a sequence with an outcome that goes through the log."""

@@ -20,7 +20,7 @@ from services.gpu_worker.batch import Chunk, EngineInfo, SampledToken, Sequence
 from shared import scripted_vocab as vocab
 from shared.protocol import SamplingParams
 
-CRASH_STATUS = 70
+CRASH_STATUS = 86
 
 
 class KVCorruption(Exception):
@@ -71,6 +71,7 @@ class ScriptedEngine:
         seconds = self._step_s + self._token_s * sum(c.count for c in chunks if not (c.sample and c.count == 1))
         if seconds > 0:
             self._sleep(seconds)
+        self._meet_memory(chunks)
         for chunk in chunks:
             self._write(chunk)
         for chunk in chunks:
@@ -97,6 +98,13 @@ class ScriptedEngine:
         written = self._pool.get(seq.block_ids[index])
         if written is None or written.prefix != prefix or written.ids[: len(ids)] != ids:
             raise KVCorruption(f"block {seq.block_ids[index]} is not block {index} of {seq.sid}")
+
+    def _meet_memory(self, chunks: Seq[Chunk]) -> None:
+        num_tokens = sum(c.count for c in chunks)
+        for seq in (c.seq for c in chunks):
+            most = vocab.marker_at(seq.token_ids, seq.num_prompt_tokens, vocab.OOM)
+            if 0 <= most < num_tokens:
+                raise MemoryError("the prompt asked for it")
 
     def _meet_faults(self, seq: Sequence) -> None:
         for marker, text, act in self._faults:

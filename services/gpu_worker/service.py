@@ -15,7 +15,7 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 from services.gpu_worker.admission import Validate
@@ -31,6 +31,8 @@ from services.gpu_worker.plan_reader import read_change
 from services.gpu_worker.reports import report, running_state
 from services.gpu_worker.running_set import RunningSet
 from services.gpu_worker.seals import inventory_pages
+from services.gpu_worker.step_cost import StepCost
+from services.gpu_worker.watchdog import Watchdog
 from shared import metrics
 from shared.leases import BUSY_LEASE_MS, IDLE_LEASE_MS, Lapsed, StreamLost, new_incarnation
 from shared.protocol import Admit, Inventory, Member, Report, RunningState, TakeOver, encode
@@ -40,11 +42,6 @@ from shared.scripts import Scripts
 log = logging.getLogger(__name__)
 
 METRICS_S = 2.0
-HUNG_LOOKS = 3
-
-
-class EngineHung(Exception):
-    """A step does not end: only a new process helps."""
 
 
 class WorkerService:
@@ -53,7 +50,7 @@ class WorkerService:
     def __init__(
         self, redis: Any, model: str, engine: Engine, *, capacity: Budget, validate: Validate, name: str = "",
         incarnation: str = "", enable_prefix_caching: bool = True, max_step_s: float = 0.1, blocking: Any = None,
-        heartbeat: Any = None, clock: Callable[[], float] = time.monotonic,
+        heartbeat: Any = None, clock: Callable[[], float] = time.monotonic, cost: StepCost | None = None,
     ) -> None:  # fmt: skip
         self.redis = redis
         self.scripts = Scripts(redis, model)
@@ -61,8 +58,10 @@ class WorkerService:
         self.metrics = WorkerMetrics()
         self.running = RunningSet(engine.info, capacity, validate, enable_prefix_caching=enable_prefix_caching)
         self.engine_loop = EngineLoop(
-            engine, self.running, max_step_s=max_step_s, clock=clock, on_step=self.metrics.step_seconds.observe
-        )
+            engine, self.running, max_step_s=max_step_s, cost=cost, clock=clock,
+            on_step=self.metrics.step_seconds.observe,
+        )  # fmt: skip
+        self.watchdog = Watchdog(self.engine_loop)
         self.clock = clock
         self.num_entries = 0  # sequences in the last commit
         self.lease_is_short = False  # as far as is known: BUSY_LEASE_MS, since the last commit or refresh
@@ -81,7 +80,6 @@ class WorkerService:
         self._joining = asyncio.Lock()
         self._num_commits = 0  # begun
         self._committing = False
-        self._num_hung_looks = 0
         self._published_at = float("-inf")
 
     @property
@@ -121,23 +119,32 @@ class WorkerService:
         self.life = self._new_life(new_incarnation("worker"))
         log.warning("%s is over (%s), with %d sequences; %s begins", life.worker, why, len(places), self.incarnation)
 
-    async def leave(self) -> None:
-        """Ends this life in order: the last commit, sequences handed back, the lease dropped. The engine is stopped."""
+    async def drain(self) -> None:
+        """Says that nothing more is wanted; what runs here goes on."""
+        self._member = self._member.model_copy(update={"draining": True})
+        await self.life.membership.amend(draining=True)
+
+    async def leave(self, blamed: Collection[Place] = ()) -> None:
+        """Ends this life in order: the last commit, sequences handed back, the lease dropped. The engine steps no more.
+
+        blamed: places that this worker fails of. They are left for the scheduler, which counts a strike."""
         with self.engine_loop.lock:
-            places = self.running.release_all()
+            places = self.running.release_all(blamed)
         life = self.life
         while life is self.life and self.pending:
             await self.flush()
         await self._hand_back(places)
-        await self._close_plan(life)
+        await self._close_plan(life, blamed)
         await life.membership.leave()
 
-    async def _close_plan(self, life: Life) -> None:
+    async def _close_plan(self, life: Life, blamed: Collection[Place]) -> None:
         """Nothing more is assigned here; what was and has not been read is handed back too, or it got a strike."""
         await self.redis.delete(self.scripts.key(f"plan:{life.worker}"))
         for sid in await self.records.placed_on(life.worker):
             record = await self.records.sequence(sid)
-            if record is not None and record.state == "placed" and record.worker == life.worker:
+            if record is None or record.state != "placed" or record.worker != life.worker:
+                continue
+            if (sid, record.epoch) not in blamed:
                 await self.scripts.requeue(sid, record.epoch)
 
     # --- the plan and the engine -------------------------------------------------------------------------------------
@@ -164,18 +171,6 @@ class WorkerService:
     def step(self) -> bool:
         """One round of the engine, in this thread; False if there was nothing to do."""
         return self.engine_loop.step_once()
-
-    def check_engine(self) -> None:
-        """Raises what ended the engine's thread."""
-        if self.engine_loop.failure is not None:
-            raise self.engine_loop.failure
-
-    def _check_step(self) -> None:
-        """Raises EngineHung if several looks in a row found the same: a process that was stopped and goes on again
-        sees much time pass in one step, and is well."""
-        self._num_hung_looks = self._num_hung_looks + 1 if self.engine_loop.hung else 0
-        if self._num_hung_looks >= HUNG_LOOKS:
-            raise EngineHung("the engine's step does not end")
 
     # --- commits -----------------------------------------------------------------------------------------------------
 
@@ -283,8 +278,7 @@ class WorkerService:
 
     async def heartbeat(self) -> None:
         """Refreshes the lease, trims the plan, publishes metrics. Raises when the process must be replaced."""
-        self.check_engine()
-        self._check_step()
+        self.watchdog.check()
         await self.start()
         life = self.life
         self.beat_is_due = False

@@ -92,6 +92,7 @@ class Fleet:
             core.gain_worker(workers[worker], term)
         for worker, view in core.workers.items():
             view.handing_over = worker in changes.surplus
+            view.member = workers.get(worker, view.member)
 
     async def _clean_up(self, incarnation: str, member: Member) -> None:
         if member.kind == "worker":

@@ -61,7 +61,7 @@ class WorkerView:
     def num_slots(self) -> int:
         """How many sequences more may be placed there: one more than its batch takes, so that no slot waits for a
         message."""
-        if self.phase is not Phase.READY or self.handing_over or self.full_at >= 0:
+        if self.phase is not Phase.READY or self.handing_over or self.member.draining or self.full_at >= 0:
             return 0
         lookahead = max(1, self.member.max_num_seqs // 16)
         return max(0, self.member.max_num_seqs + lookahead - self.num_sequences)

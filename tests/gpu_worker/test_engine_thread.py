@@ -8,6 +8,7 @@ import pytest
 
 from services.gpu_worker.batch import Chunk, SampledToken
 from services.gpu_worker.engine_thread import EngineLoop
+from services.gpu_worker.failures import EngineBroken, EngineDied, OutOfMemory
 from services.gpu_worker.running_set import Change, RunningSet
 from services.gpu_worker.scripted_engine import ScriptedEngine
 from shared import scripted_vocab as vocab
@@ -24,10 +25,12 @@ class Recorder:
     def __init__(self, engine: ScriptedEngine) -> None:
         self.info = engine.info
         self.batches: list[list[str]] = []
+        self.sizes: list[int] = []  # in tokens
         self._engine = engine
 
     def step(self, chunks: Sequence[Chunk]) -> list[SampledToken | None]:
         self.batches.append([c.seq.sid for c in chunks])
+        self.sizes.append(sum(c.count for c in chunks))
         return self._engine.step(chunks)
 
 
@@ -110,6 +113,63 @@ def test_results_that_do_not_match_the_chunks_are_a_failure() -> None:
     assert outcomes(running)["r0.0"].code == "engine_error"
 
 
+def test_a_step_that_does_not_fit_runs_in_parts_and_later_ones_are_no_larger() -> None:
+    loop, running, engine = make_loop()
+    for number in range(5):
+        submit(loop, number, [vocab.OOM, 5, *PROMPT] if number == 2 else [number, *PROMPT], max_tokens=6)
+    run_dry(loop)
+    for account in running.ledger._accounts.values():
+        prompt, output = account.seq.token_ids[: account.seq.num_prompt_tokens], account.seq.token_ids
+        assert output[len(prompt) :] == vocab.answer(prompt, 6)
+    assert len(outcomes(running)) == 5 and {o.reason for o in outcomes(running).values()} == {"length"}
+    assert loop.limit.num_tokens <= 5
+    assert engine.sizes[0] == 32 and max(engine.sizes[6:]) <= 5
+
+
+def test_a_prompt_that_does_not_fit_alone_is_cut() -> None:
+    loop, running, engine = make_loop()
+    sid = submit(loop, 0, [vocab.OOM, 2, *PROMPT], max_tokens=3)
+    run_dry(loop)
+    (account,) = running.ledger._accounts.values()
+    assert account.seq.sid == sid and account.seq.token_ids[8:] == vocab.answer([vocab.OOM, 2, *PROMPT], 3)
+    assert engine.sizes == [8, 4, 2, 2, 2, 2, 1, 1]
+
+
+def test_where_not_even_one_token_fits_the_worker_fails_and_only_that_one_is_blamed() -> None:
+    loop, running, _ = make_loop()
+    for number in range(3):
+        submit(loop, number, [vocab.OOM, 0, *PROMPT] if number == 1 else [number, *PROMPT])
+    with pytest.raises(OutOfMemory) as failed:
+        run_dry(loop)
+    assert failed.value.blamed == {("r1.0", 1)}
+    assert set(running.sequences) == {"r0.0", "r1.0", "r2.0"} and not outcomes(running)
+
+
+def test_an_engine_that_computes_nothing_any_more_is_to_blame_itself() -> None:
+    class Broken(Recorder):
+        def step(self, chunks: Sequence[Chunk]) -> list[SampledToken | None]:
+            self.batches.append([c.seq.sid for c in chunks])
+            raise RuntimeError("the device is gone")
+
+    running = make_running(64)
+    engine = Broken(make_engine(running))
+    loop = EngineLoop(engine, running)
+    for number in range(4):
+        submit(loop, number)
+    with pytest.raises(EngineBroken) as failed:
+        run_dry(loop)
+    assert failed.value.blamed == {("r0.0", 1)} and len(running.sequences) == 4 and not outcomes(running)
+    assert engine.batches[-2:] == [["r0.0"], ["probe"]]
+
+
+def test_every_step_that_ends_counts_also_one_that_fails() -> None:
+    loop, _, _ = make_loop()
+    submit(loop, 0, [vocab.RAISE, 0, 1])
+    submit(loop, 1, max_tokens=1)
+    run_dry(loop)
+    assert loop.num_steps == 3
+
+
 def test_changes_are_applied_between_steps_in_order(threads: list[EngineLoop]) -> None:
     """A cancel that arrives during a step takes effect after it; the change behind it comes after it."""
     entered, go_on = threading.Event(), threading.Event()
@@ -153,7 +213,7 @@ def test_a_thread_that_dies_says_why(threads: list[EngineLoop]) -> None:
     died = threading.Event()
     loop.start(died.set)
     submit(loop, 0)
-    assert died.wait(10) and isinstance(loop.failure, ZeroDivisionError)
+    assert died.wait(10) and isinstance(loop.failure, EngineDied)
 
 
 def test_a_new_life_during_a_step_drops_its_results() -> None:
@@ -172,7 +232,7 @@ def test_a_new_life_does_not_see_what_was_queued_for_the_old_one() -> None:
 
 def test_a_step_that_does_not_end_is_hung() -> None:
     clock = [0.0]
-    seen: list[bool] = []
+    seen: list[Any] = []
 
     def sleep(seconds: float) -> None:
         for now in (4.9, 5.1):
@@ -185,4 +245,4 @@ def test_a_step_that_does_not_end_is_hung() -> None:
     start = [0.0]
     submit(loop, 0, max_tokens=1)
     loop.step_once()
-    assert seen == [False, True] and not loop.hung
+    assert seen == [(), (("r0.0", 1),)] and not loop.hung

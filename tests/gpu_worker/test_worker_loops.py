@@ -12,9 +12,10 @@ import pytest
 
 from services.gpu_worker import pacing
 from services.gpu_worker.composer import Budget
+from services.gpu_worker.failures import EngineDied, EngineHung, OutOfMemory, WorkerFailure
 from services.gpu_worker.loops import WorkerLoops
 from services.gpu_worker.scripted_engine import ScriptedEngine, validate
-from services.gpu_worker.service import EngineHung, WorkerService
+from services.gpu_worker.service import WorkerService
 from shared import scripted_vocab as vocab
 from shared.bus import connect
 from shared.leases import BUSY_LEASE_MS
@@ -25,6 +26,7 @@ from tests.gpu_worker.worker_bench import MODEL, SCHEDULER, Clock, WorkerBench
 from tests.helpers import wait_until
 
 PROMPT = list(b"abcdef")
+exits: list[int] = []  # what a stop would have ended this process with
 
 
 class Running:
@@ -48,7 +50,7 @@ class Running:
 
 
 @contextlib.asynccontextmanager
-async def worker_running(url: str, **engine_options: Any) -> AsyncIterator[Running]:
+async def worker_running(url: str, drain_timeout_s: float = 0.0, **engine_options: Any) -> AsyncIterator[Running]:
     clients = [connect(url) for _ in range(4)]
     engine = ScriptedEngine(num_blocks=64, block_size=BLOCK_SIZE, max_model_len=64, **engine_options)
     worker = WorkerService(
@@ -57,8 +59,8 @@ async def worker_running(url: str, **engine_options: Any) -> AsyncIterator[Runni
     )  # fmt: skip
     bench = WorkerBench(clients[3], worker, Clock())
     await bench.join_others()
-    stop = Stop()
-    task = asyncio.create_task(WorkerLoops(worker, flush_interval_s=0.01).run(stop))
+    stop = Stop(exit=exits.append)
+    task = asyncio.create_task(WorkerLoops(worker, flush_interval_s=0.01).run(stop, drain_timeout_s))
     running = Running(bench, stop, task)
     try:
         await wait_until(lambda: worker.life.joined)
@@ -67,7 +69,7 @@ async def worker_running(url: str, **engine_options: Any) -> AsyncIterator[Runni
     finally:
         if not stop.is_set():
             stop.set()
-        with contextlib.suppress(EngineHung, ZeroDivisionError):
+        with contextlib.suppress(WorkerFailure):
             await task
         for client in clients:
             await client.aclose()
@@ -148,6 +150,54 @@ async def test_a_sigterm_hands_running_sequences_back(redis_url: str) -> None:
         record = await bench.record(sid)
         assert (record.state, record.strikes) == ("queued", 0)
         assert await bench.log(sid) == vocab.answer(PROMPT, record.num_tokens)
+
+
+async def test_a_worker_that_drains_finishes_what_it_can_and_says_that_it_wants_no_more(redis_url: str) -> None:
+    async with worker_running(redis_url, drain_timeout_s=30, step_s=0.01) as running:
+        bench = running.bench
+        short = await bench.place(PROMPT, rid="q", block_ids=range(16, 32), max_tokens=20)
+        await wait_until(lambda: _has_some(bench, short))
+        running.stop.set()
+        await wait_until(lambda: _is_draining(bench))
+        await running.task
+        assert await running.state(short) == "done" and await bench.log(short) == vocab.answer(PROMPT, 20)
+
+
+@pytest.mark.parametrize("ended_by", ["time", "a second signal"])
+async def test_what_does_not_finish_in_the_drain_time_is_handed_over(redis_url: str, ended_by: str) -> None:
+    timeout_s = 0.2 if ended_by == "time" else 60
+    async with worker_running(redis_url, drain_timeout_s=timeout_s, step_s=0.02) as running:
+        bench = running.bench
+        sid = await bench.place(PROMPT, block_ids=range(16), max_tokens=50)
+        await wait_until(lambda: _has_some(bench, sid))
+        running.stop.set()
+        await wait_until(lambda: _is_draining(bench))
+        if ended_by != "time":
+            running.stop.set()
+        await asyncio.wait_for(running.task, 5)
+        record = await bench.record(sid)
+        assert (record.state, record.strikes) == ("queued", 0)
+        assert await bench.log(sid) == vocab.answer(PROMPT, record.num_tokens)
+
+
+async def _is_draining(bench: WorkerBench) -> bool:
+    member, _ = (await bench.records.members()).get(bench.worker.incarnation, (None, False))
+    return member is None or member.draining
+
+
+async def test_a_worker_without_memory_hands_back_all_but_the_one_to_blame(redis_url: str) -> None:
+    async with worker_running(redis_url, step_s=0.005) as running:
+        bench = running.bench
+        mate = await bench.place(PROMPT, rid="q", block_ids=range(16), max_tokens=50)
+        await wait_until(lambda: _has_some(bench, mate))
+        poison = await bench.place([vocab.OOM, 0, 7], block_ids=range(16, 20))
+        with pytest.raises(OutOfMemory):
+            await asyncio.wait_for(asyncio.shield(running.task), 20)
+        record = await bench.record(mate)
+        assert (record.state, record.strikes) == ("queued", 0)
+        assert await bench.log(mate) == vocab.answer(PROMPT, record.num_tokens)
+        assert await running.state(poison) == "placed"  # the scheduler finds it, and counts the strike
+        assert not (await bench.records.members())[bench.worker.incarnation][1]
 
 
 async def test_what_is_assigned_to_a_leaving_worker_is_handed_back_without_a_strike(redis_url: str) -> None:
@@ -250,7 +300,7 @@ async def test_a_hung_engine_ends_the_process_and_its_lease(redis_url: str, monk
 async def test_a_dead_engine_thread_ends_the_process(redis_url: str) -> None:
     async with worker_running(redis_url) as running:
         bench = running.bench
-        bench.worker.running.prepare = lambda n: 1 / 0  # type: ignore[method-assign, assignment, return-value]
+        bench.worker.running.prepare = lambda *_: 1 / 0  # type: ignore[method-assign, assignment, return-value]
         await bench.place(PROMPT)
-        with pytest.raises(ZeroDivisionError):
+        with pytest.raises(EngineDied, match="ZeroDivisionError"):
             await asyncio.wait_for(asyncio.shield(running.task), 20)

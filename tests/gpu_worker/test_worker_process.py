@@ -10,13 +10,12 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from services.gpu_worker.__main__ import EXIT_HUNG
 from services.gpu_worker.scripted_engine import CRASH_STATUS, ScriptedEngine, validate
 from services.gpu_worker.service import WorkerService
 from shared import scripted_vocab as vocab
 from shared.bus import connect
 from shared.protocol import TakeOver
-from shared.runtime import EXIT_CONFIG
+from shared.runtime import EXIT_CONFIG, EXIT_HUNG, EXIT_MEMORY
 from shared.settings import current_environ
 from tests.gpu_worker.builders import CAPACITY
 from tests.gpu_worker.worker_bench import MODEL, SCHEDULER, Clock, WorkerBench
@@ -73,7 +72,7 @@ async def worker_process(url: str, **variables: str) -> AsyncIterator[Process]:
 
 
 async def test_it_serves_and_stops_on_sigterm_with_its_sequences_handed_back(redis_url: str) -> None:
-    async with worker_process(redis_url, HEADRACE_SCRIPTED_STEP_MS="5") as worker:
+    async with worker_process(redis_url, HEADRACE_SCRIPTED_STEP_MS="5", HEADRACE_DRAIN_TIMEOUT_S="0.2") as worker:
         bench = worker.bench
         first = await bench.place(PROMPT, max_tokens=5)
         await wait_until(lambda: worker.is_done(first))
@@ -128,6 +127,30 @@ async def test_a_worker_whose_engine_hangs_gives_its_process_up(redis_url: str) 
         assert await worker.status() == EXIT_HUNG
         assert not (await worker.bench.records.members())["w-process"][1]
         assert (await worker.bench.record(sid)).state == "placed"
+
+
+async def test_a_worker_without_memory_says_so_by_its_exit_status(redis_url: str) -> None:
+    async with worker_process(redis_url) as worker:
+        sid = await worker.bench.place([vocab.OOM, 0])
+        assert await worker.status() == EXIT_MEMORY
+        assert (await worker.bench.record(sid)).state == "placed"
+
+
+async def test_a_second_sigterm_cuts_the_drain_short(redis_url: str) -> None:
+    async with worker_process(redis_url, HEADRACE_SCRIPTED_STEP_MS="5", HEADRACE_DRAIN_TIMEOUT_S="600") as worker:
+        bench = worker.bench
+        sid = await bench.place(PROMPT, block_ids=range(512), max_tokens=2000)
+        await wait_until(lambda: bench.log(sid))
+        worker.process.send_signal(signal.SIGTERM)
+        await wait_until(lambda: _is_draining(bench))
+        worker.process.send_signal(signal.SIGTERM)
+        assert await asyncio.wait_for(worker.process.wait(), 4) == 0
+        record = await bench.record(sid)
+        assert (record.state, record.strikes) == ("queued", 0)
+
+
+async def _is_draining(bench: WorkerBench) -> bool:
+    return (await bench.records.members())["w-process"][0].draining
 
 
 async def test_a_setting_that_cannot_be_used_is_named_and_restarting_does_not_help(redis_url: str) -> None:

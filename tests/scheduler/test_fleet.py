@@ -67,6 +67,21 @@ async def test_two_schedulers_clean_up_once(redis_url: str) -> None:
         assert (record.state, record.epoch, record.strikes) == ("queued", 1, 1) and await p.w.queue() == [("a.0", 1)]
 
 
+async def test_a_worker_that_drains_gets_nothing_more(redis_url: str) -> None:
+    async with pipeline_at(redis_url) as p:
+        service = await running(p, "a")
+        assert await p.w.scripts.amend(p.worker.member.model_copy(update={"draining": True}))
+        await p.settle()  # reads the event
+        await service.scan()
+        await p.w.admit("b")
+        await p.settle()
+        assert await p.states("a.0", "b.0") == ["placed", "queued"]
+        await successor(p, "w2")
+        await service.scan()
+        await p.settle()
+        assert (await p.w.sequence("b.0")).worker == "w2"
+
+
 async def test_who_hands_back_gets_no_strike(redis_url: str) -> None:
     async with pipeline_at(redis_url) as p:
         service = await running(p, "a")

@@ -242,7 +242,7 @@ def test_a_service_that_refuses_its_settings_ends_it(start: Callable[..., Servin
     (tree / "services" / "gpu_worker" / "__main__.py").write_text(refusal)
     serving = start()
     assert serving.process.wait(20) == EXIT_CONFIG
-    assert "worker cannot run with its settings: model: has no weights" in serving.text
+    assert "worker cannot run, its settings cannot be used: model: has no weights" in serving.text
 
 
 def test_a_given_redis_is_used_and_none_is_started(start: Callable[..., Serving], redis_url: str) -> None:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from services import supervisor as supervisor_module
 from services.supervisor import MAX_DELAY_S, MAX_LINE_BYTES, Child, Program, Supervisor, describe_exit, restart_delay_s
-from shared.runtime import EXIT_CONFIG, EXIT_LAPSED
+from shared.runtime import EXIT_CONFIG, EXIT_HUNG, EXIT_LAPSED, EXIT_MODEL
 from tests.helpers import wait_until
 
 WAITS = "import signal, sys, time\nsys.stdout.write('up\\n'); sys.stdout.flush()\ntime.sleep(600)"
@@ -95,12 +95,17 @@ async def test_a_lapsed_life_is_no_crash(stage: Stage, monkeypatch: pytest.Monke
     assert set(delays) == {0}
 
 
-async def test_wrong_settings_stop_everything_with_the_message(stage: Stage, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize(
+    ("status", "meaning"), [(EXIT_CONFIG, "its settings cannot be used"), (EXIT_MODEL, "its model cannot be served")]
+)
+async def test_what_no_restart_helps_stops_everything_with_the_message(
+    status: int, meaning: str, stage: Stage, caplog: pytest.LogCaptureFixture
+) -> None:
     stage.start(WAITS, "good")
-    stage.start(f"import sys\nsys.stderr.write('port: is odd\\n')\nsys.exit({EXIT_CONFIG})", "bad")
+    stage.start(f"import sys\nsys.stderr.write('port: is odd\\n')\nsys.exit({status})", "bad")
     await asyncio.wait_for(stage.supervisor.wait_for_stop(), 10)
-    assert stage.supervisor.status == EXIT_CONFIG
-    assert "bad cannot run with its settings: port: is odd" in caplog.text
+    assert stage.supervisor.status == status
+    assert f"bad cannot run, {meaning}: port: is odd" in caplog.text
     await stage.supervisor.stop_all()
     assert [name for name, _ in stage.reports] == ["good"]
 
@@ -217,3 +222,4 @@ def _session(pid: int) -> int:
 def test_ends_are_described_for_people() -> None:
     assert describe_exit(-signal.SIGKILL) == "was ended by SIGKILL"
     assert describe_exit(3) == "ended with status 3"
+    assert describe_exit(EXIT_HUNG) == "ended with status 70 (a step did not end)"

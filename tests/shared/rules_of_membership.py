@@ -55,6 +55,28 @@ async def _(w: World) -> None:
 
 
 @rules.rule(
+    "who is dead says nothing more of itself",
+    "amend",
+    "if redis.call('EXISTS', P .. 'lease:' .. kind .. ':' .. id) == 0 then return 0 end",
+)
+async def _(w: World) -> None:
+    await w.worker()
+    draining = Member(kind="worker", incarnation="w", draining=True)
+    await w.redis.delete(w.key("lease:worker:w"))
+    assert not await w.scripts.amend(draining)
+    assert not (await w.records.members())["w"][0].draining
+
+
+@rules.rule("who amends what it says of itself is looked at", "amend", "announce(event)")
+async def _(w: World) -> None:
+    await w.worker()
+    before = await w.events()
+    assert await w.scripts.amend(Member(kind="worker", incarnation="w", draining=True))
+    assert (await w.records.members())["w"][0].draining
+    assert (await w.events())[len(before) :] == [("joined", "w")]
+
+
+@rules.rule(
     "a lapsed lease is not refreshed",
     "refresh",
     "if redis.call('PEXPIRE', P .. 'lease:' .. kind .. ':' .. id, lease_ms) == 0 then return {'lapsed'} end",

@@ -1,0 +1,35 @@
+"""Small steps for a sequence that nobody asked for: does the engine compute at all, and how fast?
+
+Writes into one block, which must be nobody's, or its holder's no more.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from services.gpu_worker.batch import Chunk, Engine, Sequence
+from services.gpu_worker.step_cost import StepCost
+from shared.protocol import SamplingParams
+
+GREEDY = SamplingParams(max_tokens=1, temperature=0.0, seed=0)
+
+
+def probe(engine: Engine, block_id: int, num_tokens: int = 1) -> None:
+    """One step of num_tokens, which must fit into a block. Raises what the engine raises."""
+    seq = Sequence(
+        sid="probe", epoch=0, choice=0, params=GREEDY, num_prompt_tokens=num_tokens, token_ids=[0] * num_tokens,
+        block_ids=[block_id],
+    )  # fmt: skip
+    engine.step([Chunk(seq, 0, num_tokens, True)])
+
+
+def measure(engine: Engine, clock: Callable[[], float] = time.monotonic) -> StepCost:
+    """What steps cost, from a few on an empty pool; the first of each kind is not counted, since it warms things up."""
+    cost = StepCost()
+    for num_tokens in (engine.info.block_size, 1):
+        probe(engine, 0, num_tokens)
+        started = clock()
+        probe(engine, 0, num_tokens)
+        cost.observe(num_tokens == 1, num_tokens if num_tokens > 1 else 0, 0, clock() - started)
+    return cost
