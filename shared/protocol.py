@@ -161,6 +161,17 @@ class TextParams(Message):
     created: int = 0  # seconds, for display only
 
 
+class TimeLimits(Message):
+    """How long the parts of a request may take; 0: as long as they take. `admit` makes deadlines of them in Redis'
+    time, but of the one between tokens, which is a duration for whoever reads them."""
+
+    TAG: ClassVar[str] = "time_limits"
+    queue_ms: int = Field(default=0, ge=0, le=1 << 40)  # from admission until it is first placed
+    first_token_ms: int = Field(default=0, ge=0, le=1 << 40)
+    inter_token_ms: int = Field(default=0, ge=0, le=1 << 40)
+    total_ms: int = Field(default=0, ge=0, le=1 << 40)
+
+
 class RequestSpec(Message):
     """The record `r:<rid>` besides the prompt ids: written once by `admit`, never changed."""
 
@@ -172,6 +183,7 @@ class RequestSpec(Message):
     sampling: SamplingParams
     text: TextParams
     client_id: str = ""
+    time_limits: TimeLimits = TimeLimits()
 
 
 class QueueEntry(Message):
@@ -427,12 +439,13 @@ class Report(Message):
     ended: tuple[Ended, ...] = ()
     num_steps: int = 0
     tokens_per_second: float = 0.0  # decode speed lately, of the whole batch
+    prefill_tokens_per_second: float = 0.0  # at most, as its steps have shown; 0: not known
 
     def to_wire(self) -> Any:
         return (
             self.worker, self.term, self.pool_term, [r.to_wire() for r in self.running], self.spare_block_ids,
             [t.to_wire() for t in self.taken], [s.to_wire() for s in self.seals], [e.to_wire() for e in self.ended],
-            self.num_steps, float(self.tokens_per_second),
+            self.num_steps, float(self.tokens_per_second), float(self.prefill_tokens_per_second),
         )  # fmt: skip
 
     @classmethod
@@ -440,11 +453,13 @@ class Report(Message):
         worker, term, pool_term, running, spare, taken, seals, ended, num_steps, speed = _row(
             fields, str, int, int, list, list, list, list, list, int, float
         )
+        prefill_speed = fields[10] if len(fields) > 10 and type(fields[10]) is float else 0.0
         return cls.model_construct(
             worker=worker, term=term, pool_term=pool_term,
             running=tuple(RunningSequence.from_wire(r) for r in running), spare_block_ids=_ints(spare),
             taken=tuple(Taken.from_wire(t) for t in taken), seals=tuple(Seal.from_wire(s) for s in seals),
             ended=tuple(Ended.from_wire(e) for e in ended), num_steps=num_steps, tokens_per_second=speed,
+            prefill_tokens_per_second=prefill_speed,
         )  # fmt: skip
 
 

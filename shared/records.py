@@ -54,6 +54,15 @@ class RequestRecord:
         return unpack_ids(self.prompt)
 
 
+@dataclass(frozen=True, slots=True)
+class Deadlines:
+    """Of a request, in Redis' time (ms); 0: none. owner: the API key's id."""
+
+    owner: str = ""
+    first_by_ms: int = 0
+    end_by_ms: int = 0
+
+
 class Records:
     def __init__(self, redis: Any, prefix: str) -> None:
         self._redis = redis
@@ -70,6 +79,10 @@ class Records:
             decode_as(RequestSpec, spec), prompt, (owner or b"").decode(), int(resume_ms or 0),
             (body_digest or b"").decode(),
         )  # fmt: skip
+
+    async def deadlines(self, rid: str) -> Deadlines:
+        f = await self._redis.hmget(f"{self._prefix}r:{rid}", ["owner", "first_by", "end_by"])
+        return Deadlines((f[0] or b"").decode(), int(f[1] or 0), int(f[2] or 0))
 
     async def sequence(self, sid: str) -> SequenceRecord | None:
         f = await self._redis.hgetall(f"{self._prefix}s:{sid}")

@@ -54,6 +54,41 @@ class CommitEntry:
 
 
 @dataclass(frozen=True, slots=True)
+class KeyLimits:
+    """What one API key may do, over all gateways; 0: as much as there is room for.
+
+    A minute's worth is a bucket that refills evenly. Tokens are those of prompts, taken at admission, and those drawn,
+    taken when the request ends: so a key may go into debt, and waits until that is paid.
+    """
+
+    concurrency: int = 0  # requests open at a time
+    requests_per_minute: int = 0
+    tokens_per_minute: int = 0
+
+
+UNLIMITED = KeyLimits()
+
+
+@dataclass(frozen=True, slots=True)
+class Admission:
+    """status: ok, exists (both: accepted), full_requests, full_tokens (the queue), key_open, key_requests, key_tokens
+    (the key's limits). number: what the status is about; of ok the sequences that are queued now."""
+
+    status: str
+    number: int
+    wait_ms: int = 0  # after which the key's minute has room for this request
+    num_left: int = 0  # sequences that have ever left the queue
+    requests_left: int = 0  # of the key's minute
+    requests_reset_ms: int = 0  # until all of it is left
+    tokens_left: int = 0
+    tokens_reset_ms: int = 0
+
+    @property
+    def accepted(self) -> bool:
+        return self.status in ("ok", "exists")
+
+
+@dataclass(frozen=True, slots=True)
 class Attached:
     """status: ok, lost (a newer attach exists), gone (no record). One (state, attach number, log length) a choice."""
 
@@ -95,20 +130,23 @@ class Scripts:
 
     async def admit(
         self, requests: Sequence[tuple[RequestSpec, bytes]], *, gateway: str, owner: str, priority: int,
-        max_requests: int, max_tokens: int, retention_ms: int, resume_ms: int = 0, body_digest: str = "",
-    ) -> tuple[str, int]:  # fmt: skip
-        """(ok | exists | full_requests | full_tokens, number queued); ok and exists both mean accepted.
-
-        requests: those of one call with their packed prompts; all are admitted, or none. resume_ms: how long they go
-        on when their client has left. body_digest: of the call, where others with the same rid may follow.
+        max_requests: int, max_tokens: int, retention_ms: int, key_limits: KeyLimits = UNLIMITED, resume_ms: int = 0,
+        body_digest: str = "",
+    ) -> Admission:  # fmt: skip
+        """requests: those of one call with their packed prompts; all are admitted, or none. The time limits are the
+        first one's. owner: the API key's id, to which the key limits apply. resume_ms: how long they go on when their
+        client has left. body_digest: of the call, where others with the same rid may follow.
         """
-        fields: dict[str, Arg] = {"owner": owner, "retention_ms": retention_ms, "body_digest": body_digest}
-        args: list[Arg] = [max_requests, max_tokens, gateway, priority, resume_ms, len(fields)]
+        limits = requests[0][0].time_limits
+        fields: dict[str, Arg] = {"retention_ms": retention_ms, "body_digest": body_digest}
+        args: list[Arg] = [max_requests, max_tokens, gateway, priority, resume_ms, owner]
+        args += [key_limits.concurrency, key_limits.requests_per_minute, key_limits.tokens_per_minute]
+        args += [limits.queue_ms, limits.first_token_ms, limits.total_ms, len(fields)]
         args += [arg for field in fields.items() for arg in field]
         for spec, prompt in requests:
             args += (spec.rid, spec.num_choices, spec.num_prompt_tokens, prompt, encode(spec))
-        status, number = await self._run("admit", *args)
-        return status.decode(), number
+        status, *numbers = await self._run("admit", *args)
+        return Admission(status.decode(), *numbers)
 
     async def assign(self, sid: str, epoch: int, worker: str, term: int, admit: bytes) -> str:
         """ok | stale (not queued at that epoch) | fenced (term is not current) | gone (the worker reads no more)."""

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 from redis.asyncio import Redis
 
-from services.gateway.admission import DrainMeter, queue_full, unavailable
+from services.gateway.admission import DrainMeter, refused, unavailable
 from services.gateway.open_request import Event, Moved, OpenRequest, RequestLost
 from services.gateway.redis_calls import CALL_TIMEOUT_S, CannotWrite, Owed, in_time
 from services.gateway.request_table import RequestTable
@@ -23,7 +23,7 @@ from shared.bus import LOST, StreamReader, backoff
 from shared.leases import IDLE_REFRESH_MS, Lapsed, Membership, StreamLost, new_incarnation
 from shared.protocol import Member, Outcome, RequestSpec, sequence_id, split_sequence_id
 from shared.records import Records
-from shared.scripts import Scripts
+from shared.scripts import UNLIMITED, Admission, KeyLimits, Scripts
 
 log = logging.getLogger(__name__)
 
@@ -40,7 +40,8 @@ class Inflight:
 
     def __init__(
         self, redis: Redis, scripts: Scripts, records: Records, *, incarnation: str = "", max_requests: int,
-        max_tokens: int, retention_ms: int, clock: Callable[[], float] = time.monotonic,
+        max_tokens: int, retention_ms: int, key_limits: KeyLimits = UNLIMITED,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:  # fmt: skip
         self._redis = redis
         self._scripts = scripts
@@ -48,6 +49,7 @@ class Inflight:
         self._max_requests = max_requests
         self._max_tokens = max_tokens
         self._retention_ms = retention_ms
+        self._key_limits = key_limits
         self._clock = clock
         self._drained = DrainMeter()
         self._membership = self._new_membership(incarnation)
@@ -109,7 +111,7 @@ class Inflight:
     async def _admit(self, request: OpenRequest, spec: RequestSpec, prompt: bytes, owner: str) -> None:
         self._table.add(request)
         try:
-            status, number = await self._ask_admission(request, spec, prompt, owner)
+            admission = await self._ask_admission(request, spec, prompt, owner)
         except BaseException as e:
             self.close(request)
             if isinstance(e, CannotWrite):
@@ -117,19 +119,17 @@ class Inflight:
             if isinstance(e, TimeoutError):
                 raise unavailable("the queue does not answer", "queue_unreachable") from None
             raise
-        if status.startswith("full"):
+        self._drained.read(admission.num_left, self._clock())
+        request.admission = admission
+        if not admission.accepted:
             request.in_redis = False
             self.close(request)
-            unit = "requests" if status == "full_requests" else "tokens"
-            num_queued = number if unit == "requests" else number // spec.num_prompt_tokens
-            raise queue_full(f"{number} {unit} wait", self._drained.retry_after_s(num_queued, self._clock()))
+            raise refused(admission, spec.num_prompt_tokens, self._drained)
         request.admitted = True
         if request.abandoned:
             self.close(request)
 
-    async def _ask_admission(
-        self, request: OpenRequest, spec: RequestSpec, prompt: bytes, owner: str
-    ) -> tuple[str, int]:
+    async def _ask_admission(self, request: OpenRequest, spec: RequestSpec, prompt: bytes, owner: str) -> Admission:
         """Repeats with the same id while replies are lost: `admit` does a thing once."""
         is_first = True
         async with asyncio.timeout(ADMIT_TIMEOUT_S):
@@ -138,6 +138,7 @@ class Inflight:
                     admission = self._scripts.admit(
                         [(spec, prompt)], gateway=request.gateway, owner=owner, priority=0,
                         max_requests=self._max_requests, max_tokens=self._max_tokens, retention_ms=self._retention_ms,
+                        key_limits=self._key_limits,
                     )  # fmt: skip
                     return await in_time(admission)
                 except CannotWrite:
@@ -180,9 +181,6 @@ class Inflight:
         if mark == b">":
             request.end(Moved())
             return
-        if choice in request.queued_choices:
-            request.queued_choices.discard(choice)
-            self._drained.sequence_started(self._clock())
         request.arrive(choice, mark == b"!", data)
 
     async def take(self, request: OpenRequest) -> list[Event]:

@@ -13,6 +13,7 @@ from collections import deque
 
 from shared.protocol import Outcome, TokenChunk, decode_as, sequence_id
 from shared.records import Records
+from shared.scripts import Admission
 
 MAX_QUEUED_BYTES = 256 * 1024  # of encoded chunks; a client that is further behind is served from the log
 
@@ -39,7 +40,7 @@ class OpenRequest:
         self.in_redis = True  # a record may exist: false once an admission was surely refused
         self.admitted = False
         self.abandoned = False  # the client left before the admission was answered
-        self.queued_choices = set(range(num_choices))  # nothing has come of them yet
+        self.admission: Admission | None = None  # what `admit` said
         self.open_choices = set(range(num_choices))
         self.positions = [0] * num_choices  # tokens taken, a choice
         self._num_chunks = [0] * num_choices

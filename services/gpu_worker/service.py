@@ -249,7 +249,7 @@ class WorkerService:
         carried = running.outbox.carry(running.ledger.unsettled() - commit.closing)
         return carried, report(
             running, carried, worker=life.worker, term=life.run_term, num_steps=self.engine_loop.num_steps,
-            tokens_per_second=self.engine_loop.cost.tokens_per_second,
+            cost=self.engine_loop.cost,
         )  # fmt: skip
 
     async def _answer(self, life: Life) -> None:

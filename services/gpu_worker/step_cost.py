@@ -36,6 +36,11 @@ class StepCost:
         """Drawn tokens of the whole batch, while it steps."""
         return self._num_tokens_decayed / self._seconds_decayed if self._seconds_decayed > 0 else 0.0
 
+    @property
+    def prefill_tokens_per_second(self) -> float:
+        """Of a step that does nothing else; 0 before one was measured."""
+        return 1 / self.token_s if self.token_s > 0 else 0.0
+
     def max_prefill_tokens(self, max_step_s: float) -> int:
         """How many prefill tokens fit beside decoding sequences in a step of this length.
 

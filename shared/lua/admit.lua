@@ -1,26 +1,60 @@
 -- Bounds, records and queue entries of a call: of all its prompts, or of none. Idempotent by its first rid. The first
 -- write is refused on a full server: nothing is half done. ARGV: max_requests, max_tokens, gateway, priority,
--- resume_ms, how many fields, then name and value of each, as they go into every request's record, then 5 a prompt:
--- rid, n, tokens, prompt, spec.
+-- resume_ms, owner, what the owner (an API key) may have: open prompts, calls a minute, tokens a minute (0 = any), time
+-- limits (ms, 0 = none) of which deadlines are made here: to start, for the first token, for all; then how many fields,
+-- name and value of each, as they go into every request's record, then 5 a prompt: rid, n, tokens, prompt, spec.
+-- Answer: {status, the number that it is about, ms to wait, sequences that have ever left the queue, then of requests
+-- and of tokens: what is left of the owner's minute, ms until all of it is}.
 local max_requests, max_tokens = tonumber(ARGV[1]), tonumber(ARGV[2])
-local gateway, priority, resume_ms = ARGV[3], ARGV[4], ARGV[5]
-local first = 7 + 2 * ARGV[6]
-local r = P .. 'r:' .. ARGV[first]
-if redis.call('EXISTS', r) == 1 then return {'exists', 0} end
-local n, num_tokens = 0, 0
+local gateway, priority, resume_ms, owner = ARGV[3], ARGV[4], ARGV[5], ARGV[6]
+local max_open, per_minute = tonumber(ARGV[7]), {requests = tonumber(ARGV[8]), tokens = tonumber(ARGV[9])}
+local start_ms, first_ms, end_ms = tonumber(ARGV[10]), tonumber(ARGV[11]), tonumber(ARGV[12])
+local first = 14 + 2 * ARGV[13]
+local r, opened, now, num_prompts = P .. 'r:' .. ARGV[first], P .. 'open:' .. owner, now_ms(), (#ARGV - first + 1) / 5
+local MINUTE_MS, ROUNDING = 60000, 1e-6
+
+local function left_of(what)
+  return per_minute[what] - (bucket_full_at(owner, what, now) - now) * per_minute[what] / MINUTE_MS
+end
+local function answer(status, number, wait_ms)
+  local reply = {status, number, math.ceil(wait_ms or 0), tonumber(redis.call('HGET', P .. 'queue', 'left') or 0)}
+  for _, what in ipairs({'requests', 'tokens'}) do
+    reply[#reply + 1] = math.max(0, math.floor(left_of(what) + ROUNDING))
+    reply[#reply + 1] = math.ceil(bucket_full_at(owner, what, now) - now)
+  end
+  return reply
+end
+local function wait_ms_for(what, wanted)
+  if per_minute[what] == 0 then return 0 end
+  return (wanted - ROUNDING - left_of(what)) * MINUTE_MS / per_minute[what]
+end
+
+if redis.call('EXISTS', r) == 1 then return answer('exists', 0) end
+local n, num_tokens, prompt_tokens = 0, 0, 0
 for i = first, #ARGV, 5 do
   n = n + ARGV[i + 1]
   num_tokens = num_tokens + ARGV[i + 1] * ARGV[i + 2]
+  prompt_tokens = prompt_tokens + ARGV[i + 2]
 end
+-- One call alone may have more than the owner may: else it could never run.
+local open = redis.call('SCARD', opened)
+if max_open > 0 and open > 0 and open + num_prompts > max_open then return answer('key_open', max_open) end
+local wait_ms = wait_ms_for('requests', 1)
+if wait_ms > 0 then return answer('key_requests', per_minute.requests, wait_ms) end
+wait_ms = wait_ms_for('tokens', math.min(prompt_tokens, per_minute.tokens))
+if wait_ms > 0 then return answer('key_tokens', per_minute.tokens, wait_ms) end
 local queued = redis.call('XLEN', P .. 'requests')
-if queued + n > max_requests then return {'full_requests', queued} end
+if queued + n > max_requests then return answer('full_requests', queued) end
 local tokens = tonumber(redis.call('HGET', P .. 'queue', 'tokens') or '0')
-if queued > 0 and tokens + num_tokens > max_tokens then return {'full_tokens', tokens} end
-local now = now_ms()
+if queued > 0 and tokens + num_tokens > max_tokens then return answer('full_tokens', tokens) end
 
+local function deadline(ms) return ms > 0 and now + ms or 0 end
 local function admit(rid, choices, prompt_tokens, prompt, spec)
   redis.call('HSET', P .. 'r:' .. rid, 'prompt', prompt, 'spec', spec, 'n', choices, 'open', choices,
-    'arrival_ms', now, 'resume_ms', resume_ms, unpack(ARGV, 7, first - 1))
+    'arrival_ms', now, 'resume_ms', resume_ms, 'owner', owner, 'start_by', deadline(start_ms),
+    'first_by', deadline(first_ms), 'end_by', deadline(end_ms), unpack(ARGV, 14, first - 1))
+  redis.call('SADD', opened, rid)
+  if per_minute.tokens > 0 then redis.call('HSET', P .. 'r:' .. rid, 'token_ms', MINUTE_MS / per_minute.tokens) end
   for i = 0, choices - 1 do
     local sid = rid .. '.' .. i
     local s = sequence_key(sid)
@@ -31,4 +65,8 @@ local function admit(rid, choices, prompt_tokens, prompt, spec)
 end
 
 for i = first, #ARGV, 5 do admit(ARGV[i], tonumber(ARGV[i + 1]), ARGV[i + 2], ARGV[i + 3], ARGV[i + 4]) end
-return {'ok', queued + n}
+if per_minute.requests > 0 then take_from_bucket(owner, 'requests', now, MINUTE_MS / per_minute.requests) end
+if per_minute.tokens > 0 then
+  take_from_bucket(owner, 'tokens', now, prompt_tokens * MINUTE_MS / per_minute.tokens)
+end
+return answer('ok', queued + n)

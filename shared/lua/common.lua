@@ -18,10 +18,16 @@ local function open_queue() redis.pcall('XGROUP', 'CREATE', P .. 'requests', 'sc
 local function sequence_key(sid) return P .. 's:' .. sid end
 local function request_of(sid) return string.match(sid, '^(.*)%.%d+$') end
 
+-- The header carries the deadlines that still count: to start, until it has been placed once; for the first token, until
+-- there is one; for all of it.
 local function enqueue(sid, s, epoch)
   local f = redis.call('HMGET', s, 'prompt_tokens', 'num_tokens', 'priority', 'arrival_ms', 'strikes')
+  local d = redis.call('HMGET', P .. 'r:' .. request_of(sid), 'owner', 'start_by', 'first_by', 'end_by')
+  local start_by = tonumber(epoch) == 0 and d[2] or 0
+  local first_by = tonumber(f[2]) == 0 and d[3] or 0
   local qid = redis.call('XADD', P .. 'requests', '*', 'sid', sid, 'epoch', epoch, 'prompt', f[1], 'output', f[2],
-    'priority', f[3], 'arrival', f[4], 'strikes', f[5])
+    'priority', f[3], 'arrival', f[4], 'strikes', f[5], 'key', d[1] or '', 'start_by', start_by or 0,
+    'first_by', first_by or 0, 'end_by', d[4] or 0)
   redis.call('HSET', s, 'state', 'queued', 'worker', '', 'qid', qid)
   redis.call('HINCRBY', P .. 'queue', 'tokens', f[1])
 end
@@ -32,21 +38,40 @@ local function dequeue(s)
     redis.call('XACK', P .. 'requests', 'schedulers', f[1])
     if redis.call('XDEL', P .. 'requests', f[1]) == 1 then
       redis.call('HINCRBY', P .. 'queue', 'tokens', -f[2])
+      redis.call('HINCRBY', P .. 'queue', 'left', 1) -- ever: two readings tell how fast the queue drains
     end
     redis.call('HSET', s, 'qid', '')
   end
 end
 
--- When the last sequence of a request is done, all its keys expire. Returns nothing.
+-- What an API key may use in a minute is a bucket that refills evenly, kept as the time (ms) at which it is full again.
+-- Once that has passed there is nothing to keep.
+local function bucket_full_at(owner, what, now)
+  return math.max(now, tonumber(redis.call('HGET', P .. 'rate:' .. owner, what) or 0))
+end
+local function take_from_bucket(owner, what, now, ms)
+  local rate, full_at = P .. 'rate:' .. owner, bucket_full_at(owner, what, now) + ms
+  redis.call('HSET', rate, what, full_at)
+  local ttl = math.ceil(full_at - now)
+  if redis.call('PTTL', rate) < ttl then redis.call('PEXPIRE', rate, ttl) end
+end
+
+-- When the last sequence of a request is done, all its keys expire, its key may have another one open, and its tokens
+-- are taken from what the key may use. Returns nothing.
 local function settle_request(rid)
   local r = P .. 'r:' .. rid
   if redis.call('HINCRBY', r, 'open', -1) > 0 then return end
-  local f = redis.call('HMGET', r, 'n', 'retention_ms')
+  local f = redis.call('HMGET', r, 'n', 'retention_ms', 'owner', 'token_ms')
+  local num_tokens = 0
   redis.call('PEXPIRE', r, f[2])
   for i = 0, f[1] - 1 do
-    redis.call('PEXPIRE', P .. 's:' .. rid .. '.' .. i, f[2])
-    redis.call('PEXPIRE', P .. 's:' .. rid .. '.' .. i .. ':log', f[2])
+    local s = P .. 's:' .. rid .. '.' .. i
+    redis.call('PEXPIRE', s, f[2])
+    redis.call('PEXPIRE', s .. ':log', f[2])
+    if f[4] then num_tokens = num_tokens + (redis.call('HGET', s, 'num_tokens') or 0) end
   end
+  redis.call('SREM', P .. 'open:' .. f[3], rid)
+  if num_tokens > 0 then take_from_bucket(f[3], 'tokens', now_ms(), num_tokens * f[4]) end
 end
 
 -- Enters `done`, once; the caller has checked that the state is not done. Returns the gateway's stream name.

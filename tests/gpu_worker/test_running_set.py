@@ -6,6 +6,7 @@ from services.gpu_worker.admission import NotRunnable
 from services.gpu_worker.composer import Budget
 from services.gpu_worker.reports import report, running_state
 from services.gpu_worker.running_set import Change, RunningSet
+from services.gpu_worker.step_cost import StepCost
 from shared import scripted_vocab as vocab
 from shared.protocol import (
     Cancel,
@@ -495,8 +496,12 @@ def test_a_report_is_a_state() -> None:
     apply(running, Extend(sid="", epoch=0, pool_term=0, block_ids=(9,)))
     admit(running, PROMPT)
     step(running, make_engine(running))
-    told = report(running, running.outbox.carry(()), worker="w", term=3, num_steps=4, tokens_per_second=2.5)
+    cost = StepCost()
+    cost.observe(1, 0, 5, 2.0)
+    cost.observe(0, 100, 0, 0.5)
+    told = report(running, running.outbox.carry(()), worker="w", term=3, num_steps=4, cost=cost)
     assert (told.worker, told.term, told.num_steps, told.tokens_per_second) == ("w", 3, 4, 2.5)
+    assert told.prefill_tokens_per_second == 200.0
     assert told.spare_block_ids == (9,) and told.running[0].num_computed == 6 and told.running[0].block_ids == ()
 
 

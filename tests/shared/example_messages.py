@@ -26,6 +26,7 @@ EXAMPLES: tuple[p.Message, ...] = (
         rid=SID[:-2], num_choices=2, num_prompt_tokens=5, salt=bytes(range(32)), sampling=SAMPLING, text=TEXT,
         client_id="c",
     ),
+    p.TimeLimits(queue_ms=1000, first_token_ms=2000, inter_token_ms=500, total_ms=1 << 40),
     p.QueueEntry(sid=SID, epoch=1, num_prompt_tokens=5, num_output_tokens=2, priority=-1, arrival_ms=1_700_000_000_000),
     p.Outcome(reason="error", num_tokens=3, code="poison_request", message="no"),
     p.TakeOver(term=3, inbox="s-1", ask=2),
@@ -40,6 +41,7 @@ EXAMPLES: tuple[p.Message, ...] = (
     p.Report(
         worker="w-1", term=3, pool_term=4, running=(ROW,), spare_block_ids=(12,), taken=(TAKEN,), seals=(SEAL,),
         ended=(ENDED,), num_steps=8, tokens_per_second=99.5,
+        prefill_tokens_per_second=2000.5,
     ),
     p.RunningState(worker="w-1", term=3, pool_term=4, running=(ROW,), spare_block_ids=(12,), seals=(SEAL,), ask=2),
     p.Inventory(worker="w-1", pool_term=4, blocks=(BLOCK,), last=True),

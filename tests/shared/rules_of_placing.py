@@ -10,7 +10,7 @@ from tests.shared.script_world import CANCELLED, World, is_full
 rules = RuleBook()
 
 
-@rules.rule("admit does a thing once", "admit", "if redis.call('EXISTS', r) == 1 then return {'exists', 0} end")
+@rules.rule("admit does a thing once", "admit", "if redis.call('EXISTS', r) == 1 then return answer('exists', 0) end")
 async def _(w: World) -> None:
     assert await w.admit("r", 2) == ("ok", 2)
     before = await w.everything()
@@ -32,7 +32,7 @@ async def _(w: World) -> None:
 @rules.rule(
     "the number of queued sequences is bounded",
     "admit",
-    "if queued + n > max_requests then return {'full_requests', queued} end",
+    "if queued + n > max_requests then return answer('full_requests', queued) end",
 )
 async def _(w: World) -> None:
     assert await w.admit("a", 2, max_requests=3) == ("ok", 2)
@@ -45,7 +45,7 @@ async def _(w: World) -> None:
 @rules.rule(
     "the number of queued tokens is bounded",
     "admit",
-    "if queued > 0 and tokens + num_tokens > max_tokens then return {'full_tokens', tokens} end",
+    "if queued > 0 and tokens + num_tokens > max_tokens then return answer('full_tokens', tokens) end",
 )
 async def _(w: World) -> None:
     assert (await w.admit("a", 2, tokens=30, max_tokens=100))[0] == "ok"

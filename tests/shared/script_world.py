@@ -10,9 +10,19 @@ from redis.asyncio import Redis
 from redis.exceptions import OutOfMemoryError
 
 from shared import bus
-from shared.protocol import Event, Member, MemberKind, Outcome, RequestSpec, SamplingParams, TextParams, decode_as
+from shared.protocol import (
+    Event,
+    Member,
+    MemberKind,
+    Outcome,
+    RequestSpec,
+    SamplingParams,
+    TextParams,
+    TimeLimits,
+    decode_as,
+)
 from shared.records import Records, SequenceRecord
-from shared.scripts import CommitCode, CommitEntry, Scripts
+from shared.scripts import Admission, CommitCode, CommitEntry, Scripts
 
 MODEL = "m"
 HOUR_MS = 3_600_000
@@ -21,10 +31,11 @@ CANCELLED = Outcome(reason="cancelled")
 SALT = bytes(32)
 
 
-def spec_of(rid: str, num_choices: int = 1, num_prompt_tokens: int = 3) -> RequestSpec:
+def spec_of(rid: str, num_choices: int = 1, num_prompt_tokens: int = 3, **time_limits: int) -> RequestSpec:
     return RequestSpec(
         rid=rid, num_choices=num_choices, num_prompt_tokens=num_prompt_tokens, salt=SALT,
         sampling=SamplingParams(max_tokens=8, seed=1), text=TextParams(api="completions"),
+        time_limits=TimeLimits(**time_limits),
     )  # fmt: skip
 
 
@@ -52,16 +63,26 @@ class World:
 
     async def admit(
         self, rid: str = "r", n: int = 1, tokens: int = 3, *, gateway: str = "g", priority: int = 0,
-        max_requests: int = 100, max_tokens: int = 1000, retention_ms: int = HOUR_MS, resume_ms: int = 0,
-        more: Sequence[tuple[str, int, int]] = (),
+        max_requests: int = 100, max_tokens: int = 1000, retention_ms: int = HOUR_MS, **options: Any,
     ) -> tuple[str, int]:  # fmt: skip
-        """more: further prompts of the same call, each with rid, n and tokens."""
-        prompts = [(rid, n, tokens), *more]
-        return await self.scripts.admit(
-            [(spec_of(*prompt), b"\1\0\0\0" * prompt[2]) for prompt in prompts], gateway=gateway, owner="key",
-            priority=priority, max_requests=max_requests, max_tokens=max_tokens, retention_ms=retention_ms,
-            resume_ms=resume_ms, body_digest="digest",
+        admission = await self.ask_admission(
+            rid, n, tokens, gateway=gateway, priority=priority, max_requests=max_requests, max_tokens=max_tokens,
+            retention_ms=retention_ms, **options,
         )  # fmt: skip
+        return admission.status, admission.number
+
+    async def ask_admission(
+        self, rid: str = "r", n: int = 1, tokens: int = 3, *, more: Sequence[tuple[str, int, int]] = (),
+        time_limits: dict[str, int] | None = None, **options: Any,
+    ) -> Admission:  # fmt: skip
+        """more: further prompts of the same call, each with rid, n and tokens."""
+        defaults: dict[str, Any] = {
+            "gateway": "g", "owner": "key", "priority": 0, "max_requests": 100, "max_tokens": 1000,
+            "retention_ms": HOUR_MS, "body_digest": "digest",
+        }  # fmt: skip
+        prompts = [(rid, n, tokens), *more]
+        requests = [(spec_of(*prompt, **(time_limits or {})), b"\1\0\0\0" * prompt[2]) for prompt in prompts]
+        return await self.scripts.admit(requests, **(defaults | options))
 
     async def placed(self, rid: str = "r", n: int = 1, **admit: Any) -> None:
         """A request with a gateway, all of whose sequences run on the worker `w` in epoch 1."""
