@@ -110,6 +110,14 @@ class Records:
     async def placed_on(self, worker: str) -> list[str]:
         return sorted(sid.decode() for sid in await self._redis.smembers(f"{self._prefix}on:{worker}"))
 
+    async def num_placed_on(self, workers: Sequence[str]) -> dict[str, int]:
+        if not workers:
+            return {}
+        async with self._redis.pipeline(transaction=False) as pipe:
+            for worker in workers:
+                pipe.scard(f"{self._prefix}on:{worker}")
+            return dict(zip(workers, await pipe.execute(), strict=True))
+
     async def readers(self, sids: Sequence[str]) -> tuple[dict[str, Reader], int]:
         """Of those that have not ended, who reads them; and the Redis time in milliseconds."""
         async with self._redis.pipeline(transaction=False) as pipe:

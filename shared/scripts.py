@@ -188,6 +188,10 @@ class Scripts:
         """Ends a sequence that workers die of, and keeps it for people in the stream `dead`."""
         return bool(await self._run("condemn", sid, epoch, encode(outcome), reason))
 
+    async def offer(self, sid: str, epoch: int, scheduler: str) -> str:
+        """ok | stale (not queued at that epoch) | offered (was, in it) | gone (that scheduler reads no more)."""
+        return str((await self._run("offer", sid, epoch, scheduler)).decode())
+
     async def requeue(self, sid: str, epoch: int, strikes: int = 0) -> bool:
         return bool(await self._run("requeue", sid, epoch, strikes))
 

@@ -44,6 +44,15 @@ class Assign:
 
 
 @dataclass(frozen=True, slots=True)
+class Offer:
+    """Hand a queued sequence to another scheduler; answer: `SchedulerCore.on_offered`."""
+
+    sid: str
+    epoch: int
+    scheduler: str
+
+
+@dataclass(frozen=True, slots=True)
 class Requeue:
     sid: str
     epoch: int
@@ -65,4 +74,4 @@ class CheckPlaced:
     shown: frozenset[tuple[str, int]]
 
 
-Action = ReadRecord | Call | Plan | Assign | Requeue | Finish | CheckPlaced
+Action = ReadRecord | Call | Plan | Assign | Offer | Requeue | Finish | CheckPlaced

@@ -10,26 +10,27 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 
 from services.scheduler.actions import Assign, Finish, ReadRecord
+from services.scheduler.matching import Matching, Neighbour
 from services.scheduler.outbound import Outbound
 from services.scheduler.placement import choose_worker
 from services.scheduler.pressure import Pressure
 from services.scheduler.room import Room
 from services.scheduler.sequence import Queued, QueueState, Running, order_key
 from services.scheduler.worker_view import WorkerView
-from shared.protocol import Admit, Ended, Ensure, Match, Matched, Outcome, Table
+from shared.protocol import Admit, Ended, Ensure, Outcome, Table
 
 MAX_PLACING = 64  # sequences on their way to a worker at a time
-MATCH_TIMEOUT_S = 0.2
 FOLLOW_TIMEOUT_S = 2.0  # about as long as computing a long prompt takes
 
-PREPARING = (QueueState.READING, QueueState.MATCHING)
+PREPARING = (QueueState.READING, QueueState.MATCHING, QueueState.OFFERING)
 ON_ITS_WAY = (QueueState.ENSURING, QueueState.FOLLOWING, QueueState.ASSIGNING)
 
 
 class Batcher:
     def __init__(
-        self, workers: Mapping[str, WorkerView], out: Outbound, counts: Counter[str], pressure: Pressure,
-        restart: Callable[[WorkerView], None], *, prefix_caching: bool, max_strikes: int,
+        self, workers: Mapping[str, WorkerView], neighbours: Mapping[str, Neighbour], out: Outbound,
+        counts: Counter[str], pressure: Pressure, restart: Callable[[WorkerView], None], *, prefix_caching: bool,
+        max_strikes: int,
     ) -> None:  # fmt: skip
         self.queue: dict[str, Queued] = {}
         self._workers = workers
@@ -39,6 +40,7 @@ class Batcher:
         self._restart = restart
         self._prefix_caching = prefix_caching
         self._room = Room(workers, self.queue, max_strikes)
+        self.matching = Matching(neighbours, self.queue, out)
 
     # --- into the queue and out of it ------------------------------------------------------------------------------
 
@@ -107,14 +109,6 @@ class Batcher:
             return
         queued.ids, queued.salt, queued.state = ids, salt, QueueState.WAITING
         queued.num_output_tokens = len(ids) // 4 - queued.num_prompt_tokens
-
-    def on_matched(self, matched: Matched) -> None:
-        call = self._out.calls.answered(matched.call)
-        if not isinstance(call, Match):
-            return
-        for queued in self.queue.values():
-            if queued.state is QueueState.MATCHING and queued.ids == call.ids and matched.worker in queued.asked:
-                queued.matches[matched.worker] = matched.cached_length
 
     def on_table(self, table: Table, now: float) -> None:
         call = self._out.calls.answered(table.call)
@@ -227,13 +221,13 @@ class Batcher:
         return queued.patient and self._leads(view, queued.leader)
 
     def _finish_matching(self, queued: Queued, now: float) -> None:
-        if len(queued.matches) < len(queued.asked) and now - queued.asked_at < MATCH_TIMEOUT_S:
+        if self.matching.is_open(queued, now):
             return
         candidates = self._room.candidates(queued, queued.asked)
-        if candidates:
-            self._ensure_in_turn(queued, candidates, now)
-        else:
+        if not candidates:
             queued.back_to_waiting()
+        elif not self.matching.offer_if_better(queued, candidates):
+            self._ensure_in_turn(queued, candidates, now)
 
     def _start_waiting(self, now: float) -> None:
         """In order; nobody passes the first one for which there is no room, or for which it is not sure yet."""
@@ -250,7 +244,7 @@ class Batcher:
                 if not self._start(queued, candidates, now):
                     return
                 budget -= 1
-            elif not self._refuse_if_never(queued) and not self._room.is_suspect(queued):
+            elif not self._elsewhere_or_never(queued) and not self._room.is_suspect(queued):
                 return
 
     def _start(self, queued: Queued, candidates: list[WorkerView], now: float) -> bool:
@@ -259,16 +253,13 @@ class Batcher:
             queued.state = QueueState.READING
             self._out.act(ReadRecord(queued.sid))
             return True
-        if len(candidates) == 1 or not self._prefix_caching:
+        if not self._prefix_caching or not self.matching.is_worthwhile(queued, candidates):
             return self._ensure_in_turn(queued, candidates, now)
-        queued.state, queued.matches, queued.asked_at = QueueState.MATCHING, {}, now
-        queued.asked = frozenset(v.worker for v in candidates)
-        for view in candidates:
-            self._out.call(view, now, Match, salt=queued.salt, ids=queued.ids)
+        self.matching.ask(queued, candidates, now)
         return True
 
     def _ensure_in_turn(self, queued: Queued, candidates: list[WorkerView], now: float) -> bool:
-        view = self._workers[choose_worker(queued.num_tokens, candidates, queued.matches)]
+        view = choose_worker(queued.num_tokens, candidates, queued.matches)
         if self._room.must_wait(queued, view):
             return False
         self._ensure(queued, view, now)
@@ -284,11 +275,13 @@ class Batcher:
             keep_free=len(view.running),
         )  # fmt: skip
 
-    def _refuse_if_never(self, queued: Queued) -> bool:
+    def _elsewhere_or_never(self, queued: Queued) -> bool:
+        """It fits no worker leased here: another scheduler's takes it, or it ends."""
         capacity = self._room.too_small_for(queued)
         if capacity is None:
             return False
-        self._refuse(queued, capacity)
+        if not self.matching.offer_where_it_fits(queued):
+            self._refuse(queued, capacity)
         return True
 
     def _refuse(self, queued: Queued, capacity: int) -> None:

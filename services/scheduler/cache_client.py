@@ -1,7 +1,8 @@
 """Calls to cache stores that are under way, each repeated until it is answered. *Pure.*
 
 A call is a state, so a repeat is harmless; the exception is `Reconcile`, which a later update would contradict: it is
-never repeated, its sender asks the worker for its state again instead. Calls of an old pool term are forgotten.
+never repeated, its sender asks the worker for its state again instead. `Match` is not repeated either: it is a question
+whose answer is soon of no use. Calls of an old pool term are forgotten.
 """
 
 from __future__ import annotations
@@ -53,11 +54,12 @@ class CacheCalls:
                 del self._pending[call]
 
     def overdue(self, now: float) -> list[PendingCall]:
-        """Calls to repeat now; each is marked as sent again."""
-        late = [
-            p for p in self._pending.values()
-            if now - p.sent_at >= REPEAT_AFTER_S and not isinstance(p.message, Reconcile)
-        ]  # fmt: skip
+        """Calls to repeat now; each is marked as sent again. Where a `Match` is late, nobody waits for it any more."""
+        late = [p for p in self._pending.values() if now - p.sent_at >= REPEAT_AFTER_S]
+        for p in late:
+            if isinstance(p.message, Match):
+                del self._pending[p.message.call]
+        late = [p for p in late if not isinstance(p.message, Match | Reconcile)]
         for p in late:
             p.sent_at = now
         return late

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 from collections import Counter
 
-from services.scheduler.actions import Action, Assign, Call
+from services.scheduler.actions import Action, Assign, Call, Offer
 from services.scheduler.batcher import Batcher
+from services.scheduler.matching import Neighbour
 from services.scheduler.outbound import Outbound
 from services.scheduler.pressure import Pressure
 from services.scheduler.sequence import Queued
@@ -26,6 +27,7 @@ class SchedulerCore:
 
     def __init__(self, inbox: str, prefix_caching: bool = True, max_strikes: int = 2) -> None:
         self.workers: dict[str, WorkerView] = {}
+        self._neighbours: dict[str, Neighbour] = {}
         self.counts: Counter[str] = Counter()
         self._max_strikes = max_strikes
         self._out = Outbound(inbox)
@@ -34,8 +36,8 @@ class SchedulerCore:
         self._spares = SpareGrants(self.workers, self._out, restart)
         self._pressure = Pressure(self._out, self._spares, restart)
         self._batcher = Batcher(
-            self.workers, self._out, self.counts, self._pressure, restart, prefix_caching=prefix_caching,
-            max_strikes=max_strikes,
+            self.workers, self._neighbours, self._out, self.counts, self._pressure, restart,
+            prefix_caching=prefix_caching, max_strikes=max_strikes,
         )  # fmt: skip
         self.calls = self._out.calls
         self.queue = self._batcher.queue
@@ -61,6 +63,11 @@ class SchedulerCore:
         """status: as the script says; the shell sees to it that a worker which is another's is lost."""
         self._batcher.on_assigned(action, status, now)
 
+    def on_offered(self, offer: Offer, status: str) -> None:
+        """status: as the script says."""
+        self.counts["offered" if status == "ok" else f"offer_{status}"] += 1
+        self._batcher.matching.on_offered(offer, status)
+
     def on_placed(self, worker: str, sid: str, epoch: int, priority: int, arrival_ms: int, strikes: int) -> None:
         """What the records know of a sequence that a worker showed at its take-over."""
         view = self.workers.get(worker)
@@ -82,6 +89,11 @@ class SchedulerCore:
         if view is not None:
             self.calls.forget(worker)
             self._interrupt(view)
+
+    def set_neighbours(self, neighbours: list[Neighbour]) -> None:
+        """All workers that other schedulers lease, as of now."""
+        self._neighbours.clear()
+        self._neighbours.update({n.worker: n for n in neighbours})
 
     def set_store(self, worker: str, store: str, pool_term: int) -> None:
         """Who leases the worker's pool; a new term means that the store must be given the running set first."""
@@ -114,7 +126,7 @@ class SchedulerCore:
             case Table():
                 self._batcher.on_table(message, now)
             case Matched():
-                self._batcher.on_matched(message)
+                self._batcher.matching.on_matched(message)
             case Granted():
                 self._spares.on_granted(message)
             case Updated():

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
-from services.scheduler.actions import Action, Assign, Call, CheckPlaced, Finish, Plan, ReadRecord, Requeue
+from services.scheduler.actions import Action, Assign, Call, CheckPlaced, Finish, Offer, Plan, ReadRecord, Requeue
 from services.scheduler.core import SchedulerCore
 from shared.protocol import Outcome, ProtocolError, encode, pack_ids, split_sequence_id
 from shared.records import Records
@@ -41,6 +41,8 @@ class Executor:
                 await self._plan(action, core)
             case Assign():
                 await self._assign(action, core)
+            case Offer():
+                core.on_offered(action, await self._scripts.offer(action.sid, action.epoch, action.scheduler))
             case Requeue():
                 await self._scripts.requeue(action.sid, action.epoch)
             case Finish():

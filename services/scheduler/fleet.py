@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from services.scheduler.core import SchedulerCore
+from services.scheduler.matching import Neighbour
 from shared.leases import IDLE_LEASE_MS
 from shared.protocol import Member, Outcome
 from shared.records import Records
@@ -69,6 +70,7 @@ class Fleet:
             _, store, pool_term = leases.get(worker, ("", "", 0))
             if store in alive:
                 core.set_store(worker, store, pool_term)
+        core.set_neighbours(await self._neighbours(core, workers, leases, set(alive)))
         for incarnation, member in dead.items():
             await self._clean_up(incarnation, member)
         await self._cancel_orphans(core)
@@ -93,6 +95,13 @@ class Fleet:
         for worker, view in core.workers.items():
             view.handing_over = worker in changes.surplus
             view.member = workers.get(worker, view.member)
+
+    async def _neighbours(
+        self, core: SchedulerCore, workers: dict[str, Member], leases: dict[str, tuple[str, str, int]], alive: set[str]
+    ) -> list[Neighbour]:
+        others = {w: (workers[w], *leases[w]) for w in leases if w not in core.workers and {*leases[w][:2]} <= alive}
+        placed = await self._records.num_placed_on(sorted(others))
+        return [Neighbour(*found, num_sequences=placed[worker]) for worker, found in others.items()]
 
     async def _clean_up(self, incarnation: str, member: Member) -> None:
         if member.kind == "worker":

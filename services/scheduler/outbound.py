@@ -7,7 +7,7 @@ from typing import Any
 from services.scheduler.actions import Action, Call, Plan
 from services.scheduler.cache_client import CacheCalls
 from services.scheduler.worker_view import Phase, WorkerView
-from shared.protocol import Message, StoreCall, Update
+from shared.protocol import Match, Message, StoreCall, Update
 
 
 class Outbound:
@@ -36,6 +36,15 @@ class Outbound:
         self.calls.sent(view.store, message, now)
         self.act(Call(view.store, message))
         return message.call
+
+    def match(self, worker: str, store: str, pool_term: int, now: float, salt: bytes, ids: bytes) -> None:
+        """Asks the store of a worker that another scheduler leases: it answers any."""
+        message = Match(
+            call=self.calls.new_id(), reply_to=self.calls.reply_to, worker=worker, run_term=0, pool_term=pool_term,
+            salt=salt, ids=ids,
+        )  # fmt: skip
+        self.calls.sent(store, message, now)
+        self.act(Call(store, message))
 
     def update(self, view: WorkerView, now: float, **fields: Any) -> int | None:
         """Tells the store; before the reconcile is sent there is nothing to tell, it will say it all."""

@@ -3,25 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from typing import Protocol, TypeVar
 
 from services.scheduler.sequence import Running
-from services.scheduler.worker_view import WorkerView
 
 # A running neighbour costs about as much as computing this many prompt tokens: it slows every decode step, a little.
 NEIGHBOUR_COST_TOKENS = 64
 
 
-def choose_worker(num_tokens: int, candidates: Iterable[WorkerView], cached: Mapping[str, int]) -> str:
-    """The longest prefix wins unless its load costs more than recomputing elsewhere would. Ties: the least loaded.
+class Candidate(Protocol):
+    @property
+    def worker(self) -> str: ...
 
-    A worker missing in `cached` did not answer in time and counts as holding nothing.
-    """
+    @property
+    def num_sequences(self) -> int: ...
 
-    def cost(view: WorkerView) -> tuple[int, int, str]:
-        uncached = num_tokens - cached.get(view.worker, 0)
-        return uncached + NEIGHBOUR_COST_TOKENS * view.num_sequences, view.num_sequences, view.worker
 
-    return min(candidates, key=cost).worker
+C = TypeVar("C", bound=Candidate)
+
+
+def placing_cost(num_tokens: int, candidate: Candidate, cached: Mapping[str, int]) -> tuple[int, int, str]:
+    """In prompt tokens to compute. A worker missing in `cached` did not answer in time, and counts as holding none."""
+    uncached = num_tokens - cached.get(candidate.worker, 0)
+    return uncached + NEIGHBOUR_COST_TOKENS * candidate.num_sequences, candidate.num_sequences, candidate.worker
+
+
+def choose_worker(num_tokens: int, candidates: Iterable[C], cached: Mapping[str, int]) -> C:
+    """The longest prefix wins unless its load costs more than recomputing elsewhere would. Ties: the least loaded."""
+    return min(candidates, key=lambda c: placing_cost(num_tokens, c, cached))
 
 
 def choose_victim(running: Iterable[Running], below_priority: int | None = None) -> Running | None:

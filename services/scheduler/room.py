@@ -40,8 +40,8 @@ class Room:
         return bool(asked_for) and promised + len(view.running) > view.num_free
 
     def too_small_for(self, queued: Queued) -> int | None:
-        """Tokens that the largest worker holds, if no live worker could ever run it, even alone; None if one could, or
-        not all of them are known yet."""
+        """Tokens that the largest worker here holds, if none could ever run it, even alone; None if one could, or not
+        all of them are known yet."""
         views = list(self._workers.values())
         if not views or any(v.phase is not Phase.READY or v.fits(queued.num_tokens) for v in views):
             return None

@@ -16,6 +16,7 @@ class QueueState(Enum):
     WAITING = auto()  # for its turn
     READING = auto()  # its record is being read
     MATCHING = auto()  # stores are asked how much of it they hold
+    OFFERING = auto()  # to the scheduler that leases a better worker
     ENSURING = auto()  # a store allocates its blocks
     FOLLOWING = auto()  # another sequence of the chosen worker computes the blocks it needs next
     ASSIGNING = auto()  # the assign script is under way
@@ -39,6 +40,7 @@ class Queued:
     matches: dict[str, int] = field(default_factory=dict)  # worker -> cached length
     asked: frozenset[str] = frozenset()  # workers whose match is awaited
     asked_at: float = 0.0
+    offered: bool = False  # to another scheduler, in this epoch
     leader: str = ""
     leader_index: int = -1
     followed_since: float = 0.0

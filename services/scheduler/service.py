@@ -154,12 +154,12 @@ class SchedulerService:
         await self.heartbeat()
         await self.scripts.open_queue()
 
-    def _queue(self, fields: dict[bytes, bytes]) -> None:
+    def _queue(self, fields: dict[bytes, bytes], offered: bool = False) -> None:
         try:
             queued = Queued(
                 sid=fields[b"sid"].decode(), epoch=int(fields[b"epoch"]), num_prompt_tokens=int(fields[b"prompt"]),
                 num_output_tokens=int(fields[b"output"]), priority=int(fields[b"priority"]),
-                arrival_ms=int(fields[b"arrival"]), strikes=int(fields[b"strikes"]),
+                arrival_ms=int(fields[b"arrival"]), strikes=int(fields[b"strikes"]), offered=offered,
             )  # fmt: skip
         except (KeyError, ValueError):
             log.error("a queue entry is not ours, left alone: %s", sorted(fields))
@@ -173,6 +173,9 @@ class SchedulerService:
         if reader is not self.reader:
             return 0  # another life has begun: this was for the old one
         for entry in entries:
+            if b"sid" in entry.fields:
+                self._queue(entry.fields, offered=True)
+                continue
             try:
                 message = decode(entry.fields[b"m"]) if b"m" in entry.fields else None
             except ProtocolError as e:

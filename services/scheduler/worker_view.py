@@ -20,6 +20,10 @@ MAX_SPARE_SHARE = 0.05  # of the pool, but never less than one block a running s
 MAX_TOKENS = MAX_MESSAGE_BYTES // 4 - 256  # whose ids fit into one call to a store
 
 
+def fits_member(worker: Member, num_tokens: int) -> bool:
+    return num_tokens < min(worker.max_model_len, worker.num_blocks * worker.block_size, MAX_TOKENS)
+
+
 class Phase(Enum):
     TAKING_OVER = auto()
     RECONCILING = auto()
@@ -71,7 +75,7 @@ class WorkerView:
 
     def fits(self, num_tokens: int) -> bool:
         """Could it ever run here, alone? Its next token needs a slot too."""
-        return num_tokens < min(self.member.max_model_len, self.capacity, MAX_TOKENS)
+        return fits_member(self.member, num_tokens)
 
     def num_blocks_for(self, num_tokens: int) -> int:
         """Without any prefix hit, with a slot for the next token."""

@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 
 from services.scheduler.actions import Assign, Finish, Plan, ReadRecord
-from services.scheduler.batcher import FOLLOW_TIMEOUT_S, MATCH_TIMEOUT_S
+from services.scheduler.batcher import FOLLOW_TIMEOUT_S
 from services.scheduler.cache_client import REPEAT_AFTER_S
+from services.scheduler.matching import MATCH_TIMEOUT_S
 from services.scheduler.sequence import QueueState, Running
 from services.scheduler.worker_view import Phase
 from shared.protocol import Admit, Ensure, Match, Preempt, Seal, TakeOver, Update

@@ -235,6 +235,25 @@ async def test_workers_are_shared(redis_url: str) -> None:
         assert [set(s.core.workers) for s in (first, second)] == [{"w"}, {"w2"}]
 
 
+async def test_each_knows_the_workers_of_the_other(redis_url: str) -> None:
+    async with pipeline_at(redis_url) as p:
+        first = await running(p, "a")
+        worker = FakeWorker(p.w, "w2")
+        await worker.start()
+        await p.store.open(worker)
+        p.workers.append(worker)
+        second = await p.scheduler("s2")
+        for service in (first, second, first):
+            await service.scan()
+        (neighbour,) = second.core._neighbours.values()
+        assert (neighbour.worker, neighbour.scheduler, neighbour.store) == ("w", "s", "c")
+        assert neighbour.num_sequences == 1 and neighbour.pool_term > 0
+        assert set(first.core._neighbours) == {"w2"}
+        await p.w.redis.delete(p.w.key("lease:scheduler:s"))
+        await second.scan()
+        assert "w" not in second.core._neighbours, "nothing is offered to the dead"
+
+
 async def test_a_worker_is_handed_over_when_nothing_is_on_its_way_there(redis_url: str) -> None:
     async with pipeline_at(redis_url) as p:
         first = await p.up()

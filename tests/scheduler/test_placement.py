@@ -25,20 +25,20 @@ def view(worker: str = "w", num_running: int = 0, **fields: int) -> WorkerView:
 def test_a_prefix_is_worth_as_many_neighbours_as_computing_it_costs() -> None:
     busy, idle = view("busy", num_running=2), view("idle")
     worth = 2 * NEIGHBOUR_COST_TOKENS
-    assert choose_worker(1000, [busy, idle], {"busy": worth + 1, "idle": 0}) == "busy"
-    assert choose_worker(1000, [busy, idle], {"busy": worth - 1, "idle": 0}) == "idle"
-    assert choose_worker(1000, [busy, idle], {"busy": worth, "idle": 0}) == "idle"  # equal: the least loaded
+    assert choose_worker(1000, [busy, idle], {"busy": worth + 1, "idle": 0}).worker == "busy"
+    assert choose_worker(1000, [busy, idle], {"busy": worth - 1, "idle": 0}).worker == "idle"
+    assert choose_worker(1000, [busy, idle], {"busy": worth, "idle": 0}).worker == "idle"  # equal: the least loaded
 
 
 def test_who_did_not_answer_holds_nothing() -> None:
-    assert choose_worker(100, [view("a"), view("b")], {"b": 1}) == "b"
-    assert choose_worker(100, [view("b"), view("a")], {}) == "a"
+    assert choose_worker(100, [view("a"), view("b")], {"b": 1}).worker == "b"
+    assert choose_worker(100, [view("b"), view("a")], {}).worker == "a"
 
 
 def test_on_their_way_counts_as_load() -> None:
     a, b = view("a"), view("b")
     a.placing, b.following = {"x.0", "y.0"}, {"z.0"}
-    assert (a.num_sequences, b.num_sequences) == (2, 1) and choose_worker(10, [a, b], {}) == "b"
+    assert (a.num_sequences, b.num_sequences) == (2, 1) and choose_worker(10, [a, b], {}).worker == "b"
 
 
 # --- victims ---------------------------------------------------------------------------------------------------------
