@@ -73,7 +73,6 @@ Words = Annotated[tuple[str, ...], BeforeValidator(_comma_separated)]
 Folder = Annotated[Path, AfterValidator(Path.expanduser)]
 RedisUrl = Annotated[str, AfterValidator(_check_redis_url)]
 PREFIX_CACHING_HELP = "share the KV blocks of equal prompt prefixes"
-DRAIN_HELP = "seconds that what runs gets to finish at shut-down; then a worker hands it over"
 
 
 class Section(BaseModel):
@@ -102,6 +101,9 @@ class CommonSettings(Section):
     state_dir: Folder = _setting(Path("~/.local/state/headrace"), "folder of the embedded Redis, its lock and secret")
     cache_dir: Folder = _setting(Path("~/.cache/headrace"), "folder for downloaded models")
     retention_s: float = _setting(300.0, "seconds that a finished request can still be read", ge=1, le=86400)
+    drain_timeout_s: float = _setting(
+        5.0, "seconds that open streams, and a worker's sequences, get to finish at shut-down", ge=0, le=3600
+    )
     incarnation: str = _setting("", "id of this life of the process; drawn when empty", pattern=r"^[\w.-]{0,64}$")
     heartbeat_file: str = _setting("", "file touched while the event loop runs, for health checks; off when empty")
 
@@ -129,7 +131,6 @@ class GatewaySettings(Section):
     max_queued_tokens: int = _setting(1 << 20, "waiting prompt tokens beyond which requests get 429", ge=1)
     max_num_choices: int = _setting(16, "largest n of a request", ge=1, le=128)
     request_timeout_s: float = _setting(600.0, "seconds from admission after which a request is ended", ge=1, le=86400)
-    drain_timeout_s: float = _setting(5.0, DRAIN_HELP, ge=0, le=3600)
 
     @model_validator(mode="after")
     def _closed_unless_said(self) -> GatewaySettings:
@@ -159,7 +160,6 @@ class WorkerSettings(Section):
     gpu_memory_utilization: Annotated[float, _only(0.9)] = _setting(0.9, "share of a GPU's memory to use", gt=0, le=1)
     enable_prefix_caching: bool = _setting(True, PREFIX_CACHING_HELP)
     threads: int = _setting(0, "compute threads; one a core, shared between workers, when 0", ge=0, le=1024)
-    drain_timeout_s: float = _setting(5.0, DRAIN_HELP, ge=0, le=3600)
     max_step_ms: float = _setting(100.0, "bound of a step's prefill share while others decode", gt=0, le=60000)
     kv_cache_dtype: Annotated[str, _only("auto")] = _setting("auto", "type of cached keys and values")
     quantization: Annotated[str, _only("none")] = _setting("none", "quantization while loading")

@@ -103,7 +103,7 @@ class GatewayService:
         for site in list(runner.sites):
             await site.stop()
         try:
-            async with asyncio.timeout(self._own.drain_timeout_s):
+            async with asyncio.timeout(self._common.drain_timeout_s):
                 await self.inflight.idle()
         except TimeoutError:
             log.warning("%d open responses are ended", len(self.inflight.requests))

@@ -71,7 +71,7 @@ async def serve(stop: Stop, common: CommonSettings, own: WorkerSettings, scripte
             max_step_s=own.max_step_ms / 1000, blocking=clients[1], heartbeat=clients[2], cost=cost,
             capacity=Budget(own.max_num_batched_tokens, own.max_num_seqs, prefill_chunk=own.max_num_batched_tokens),
         )  # fmt: skip
-        await WorkerLoops(service, _flush_interval_s(own)).run(stop, own.drain_timeout_s)
+        await WorkerLoops(service, _flush_interval_s(own)).run(stop, common.drain_timeout_s)
     except WorkerFailure as e:
         log.error("%s", e)
         return e.STATUS

@@ -121,8 +121,11 @@ async def serve_with(redis_url: str, worker: FakeWorker) -> AsyncIterator[Callab
         async def start(**settings: Any) -> Served:
             redis = connect(redis_url)
             stack.push_async_callback(redis.aclose)
-            common = CommonSettings(redis_url=redis_url, model=SCRIPTED_MODEL, served_model_name=MODEL)
-            own = GatewaySettings.model_validate({"port": 0, "drain_timeout_s": 0} | settings)
+            common = CommonSettings(
+                redis_url=redis_url, model=SCRIPTED_MODEL, served_model_name=MODEL,
+                drain_timeout_s=settings.pop("drain_timeout_s", 0),
+            )  # fmt: skip
+            own = GatewaySettings.model_validate({"port": 0} | settings)
             service = GatewayService(redis, byte_tokenizer.byte_tokenizer(), common, own)
             session = await stack.enter_async_context(aiohttp.ClientSession())
             served = Served(service, worker, session)
