@@ -159,6 +159,7 @@ class TextParams(Message):
     stream: bool = False
     include_usage: bool = False
     created: int = 0  # seconds, for display only
+    system_fingerprint: str = ""
 
 
 class TimeLimits(Message):
@@ -184,6 +185,7 @@ class RequestSpec(Message):
     text: TextParams
     client_id: str = ""
     time_limits: TimeLimits = TimeLimits()
+    num_prompts: int = Field(default=1, ge=1, le=MAX_CHOICES)  # of the call, each with a record of its own
 
 
 class QueueEntry(Message):

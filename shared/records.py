@@ -102,9 +102,10 @@ class Records:
             outcome=f.get(b"outcome", b""),
         )
 
-    async def log(self, sid: str, first_chunk: int = 0) -> list[TokenChunk]:
+    async def log(self, sid: str, first_chunk: int = 0, max_chunks: int | None = None) -> list[TokenChunk]:
         """Chunks of the durable token log, from chunk number first_chunk (not token) on."""
-        chunks = await self._redis.lrange(f"{self._prefix}s:{sid}:log", first_chunk, -1)
+        last = -1 if max_chunks is None else first_chunk + max_chunks - 1
+        chunks = await self._redis.lrange(f"{self._prefix}s:{sid}:log", first_chunk, last)
         return [decode_as(TokenChunk, data) for data in chunks]
 
     async def placed_on(self, worker: str) -> list[str]:

@@ -131,6 +131,9 @@ class GatewaySettings(Section):
     max_queued_tokens: int = _setting(1 << 20, "waiting prompt tokens beyond which requests get 429", ge=1)
     max_num_choices: int = _setting(16, "largest n of a request", ge=1, le=128)
     request_timeout_s: float = _setting(600.0, "seconds from admission after which a request is ended", ge=1, le=86400)
+    resume_s: float = _setting(
+        0.0, "seconds that a request goes on when its client has left, unless X-Headrace-Resume says it", ge=0, le=86400
+    )
 
     @model_validator(mode="after")
     def _closed_unless_said(self) -> GatewaySettings:

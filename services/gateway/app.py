@@ -11,21 +11,33 @@ from services.gateway import openai_schema as ask
 from services.gateway import response_schema as give
 from services.gateway.completions import CompletionRoutes
 from services.gateway.http_server import json_response
-from services.gateway.openapi import GENERATING, READING, Route
+from services.gateway.openapi import GENERATING, READING, TAKING_UP, Route
 from services.gateway.pages import PageRoutes
 from services.gateway.state import GatewayState
+from services.gateway.streams import StreamRoutes
+
+REPEATABLE = (openapi.IDEMPOTENCY_KEY, openapi.RESUME, openapi.LAST_EVENT_ID)
 
 
-def route_table(completions: CompletionRoutes, pages: PageRoutes) -> list[Route]:
+def route_table(completions: CompletionRoutes, streams: StreamRoutes, pages: PageRoutes) -> list[Route]:
     """Everything that is served but `/openapi.json`, which is made from this."""
     return [
         Route(
             "POST", "/v1/chat/completions", completions.chat, "chat", "Answers a conversation.", give.ChatCompletion,
-            body=ask.ChatCompletionRequest, events=give.ChatCompletionChunk, statuses=GENERATING,
+            body=ask.ChatCompletionRequest, events=give.ChatCompletionChunk, statuses=GENERATING, headers=REPEATABLE,
         ),
         Route(
             "POST", "/v1/completions", completions.completions, "completions", "Continues prompts.", give.Completion,
-            body=ask.CompletionRequest, events=give.CompletionChunk, statuses=GENERATING,
+            body=ask.CompletionRequest, events=give.CompletionChunk, statuses=GENERATING, headers=REPEATABLE,
+        ),
+        Route(
+            "GET", "/v1/streams/{rid}", streams.get, "stream", "Goes on with an answer where its client left it.",
+            give.AnyCompletion, events=give.AnyChunk, statuses=TAKING_UP,
+            headers=(openapi.LAST_EVENT_ID, openapi.RESUME), queries=(openapi.AFTER,),
+        ),
+        Route(
+            "DELETE", "/v1/streams/{rid}", streams.delete, "cancel", "Ends a request, whoever reads its answer.",
+            give.Cancelled, statuses=(404, 410, 503),
         ),
         Route("GET", "/v1/models", pages.models, "models", "Lists what is served: one model.", give.ModelList),
         Route("GET", "/v1/models/{model:.+}", pages.model, "model", "Describes a model.", give.Model, statuses=(404,)),
@@ -49,7 +61,9 @@ def route_table(completions: CompletionRoutes, pages: PageRoutes) -> list[Route]
     ]  # fmt: skip
 
 
-def make_app(state: GatewayState, completions: CompletionRoutes, pages: PageRoutes) -> web.Application:
+def make_app(
+    state: GatewayState, completions: CompletionRoutes, streams: StreamRoutes, pages: PageRoutes
+) -> web.Application:
     """Every route has a name: it is what `auth.PUBLIC_ROUTES` lists and what metrics count."""
     origins = state.settings.cors_origins
     app = web.Application(
@@ -60,7 +74,7 @@ def make_app(state: GatewayState, completions: CompletionRoutes, pages: PageRout
         ],
     )
     app.on_response_prepare.append(middleware.head_of_answers(origins))
-    routes = route_table(completions, pages)
+    routes = route_table(completions, streams, pages)
     described = openapi.document(
         routes, version=version("headrace"), public=auth.PUBLIC_ROUTES, secured=bool(state.settings.api_keys)
     )
@@ -69,7 +83,9 @@ def make_app(state: GatewayState, completions: CompletionRoutes, pages: PageRout
         return json_response(described)
 
     for route in routes:
-        add = app.router.add_get if route.method == "GET" else app.router.add_post
-        add(route.path, route.handler, name=route.name)
+        if route.method == "GET":
+            app.router.add_get(route.path, route.handler, name=route.name, allow_head=not route.events)
+        else:
+            app.router.add_route(route.method, route.path, route.handler, name=route.name)
     app.router.add_get("/openapi.json", interface, name="openapi")
     return app

@@ -11,12 +11,16 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from services.gateway import resuming
+from services.gateway.attaching import CANCELLED, TooManyAttachments
 from services.gateway.choice_stream import ChoiceStream, Delta
 from services.gateway.errors import ApiError
-from services.gateway.inflight import CANCELLED, Inflight
+from services.gateway.inflight import Inflight
 from services.gateway.metrics_defs import GatewayMetrics
-from services.gateway.open_request import OpenRequest, RequestLost
+from services.gateway.open_request import Moved, OpenRequest, RequestLost
 from services.gateway.preparation import PreparedPrompt
+from services.gateway.request_ids import prompt_rid
+from services.gateway.resuming import Places
 from services.gateway.tokenization import Tokenizer
 from shared.protocol import FinishReason, Outcome, ProtocolError, RequestSpec, TokenChunk, pack_ids
 
@@ -25,20 +29,26 @@ log = logging.getLogger(__name__)
 TICK_S = 15.0  # silence after which a client is shown that the connection lives
 TIMED_OUT = Outcome(reason="error", code="timeout", message="the request took too long")
 # Errors found behind the gateway that lie in the request; all others are the server's.
-STATUS_OF_CODE = {"context_length_exceeded": 400, "timeout": 504}
+STATUS_OF_CODE = {
+    "context_length_exceeded": 400, "timeout": 504, "cancelled": 410, "client_gone": 410, "gateway_gone": 410,
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Who asks: the owner of the records, the salt of the blocks, and the caller's own name for the call."""
+    """Who asks: the owner of the records, the salt of the blocks, the caller's own name for the call, how long it goes
+    on without a client, and (where others may repeat the call) the digest of its body."""
 
     owner: str
     salt: bytes
     client_id: str = ""
+    resume_ms: int = 0
+    body_digest: str = ""
 
 
 class Generation:
-    """Use as a context manager: entering admits (TryLater if refused), leaving ends what still runs.
+    """Use as a context manager: entering admits the call (TryLater if refused, Repeated if it was admitted before), or
+    attaches to one that was; leaving ends what still runs, unless the client may come back.
 
     The choices are numbered through the prompts: choice i of prompt p is p * n + i. One that wants no token is not
     admitted at all.
@@ -46,14 +56,21 @@ class Generation:
 
     def __init__(
         self, inflight: Inflight, metrics: GatewayMetrics, tokenizer: Tokenizer, prompts: Sequence[PreparedPrompt],
-        *, rid: str, caller: Caller, timeout_s: float, started: float,
+        *, rid: str, caller: Caller, timeout_s: float, started: float, places: Places | None = None,
     ) -> None:  # fmt: skip
-        """started: loop time at which the call came."""
+        """started: loop time at which the call came. places: where its client is, of a call that is taken up again."""
         self.rid = rid
         self.prompts = prompts
+        self._attaches = places is not None
+        num_choices = sum(prompt.num_choices for prompt in prompts)
+        self.places = places or (None,) * num_choices
         self.choices = [
-            ChoiceStream(p.text, p.sampling, tokenizer, prompt_ids=p.ids) for p in prompts for _ in range(p.num_choices)
-        ]
+            ChoiceStream(
+                p.text, p.sampling, tokenizer, prompt_ids=p.ids, resume_at=place.position if place else None,
+                resume_finished=place is not None and place.ended,
+            )
+            for p, place in zip([p for p in prompts for _ in range(p.num_choices)], self.places, strict=True)
+        ]  # fmt: skip
         self._inflight = inflight
         self._metrics = metrics
         self._caller = caller
@@ -62,51 +79,83 @@ class Generation:
         self._requests: list[tuple[int, OpenRequest]] = []  # with the number of its first choice
         self._timers: list[asyncio.TimerHandle] = []
         self._outcome = CANCELLED  # of what still runs when this ends
-        self._opened: list[tuple[int, Delta]] | None = []
+        self._opened: list[tuple[int, Delta]] = []
         self._num_running = 0
         self._timed_out = False
         self._silent = False
         self._started = started
-        self._last_at = [0.0] * len(self.choices)
+        self._last_at = [0.0] * num_choices
+        self._failures: list[ApiError] = []
+        self._is_moved = False
 
     async def __aenter__(self) -> Generation:
+        for index, choice in enumerate(self.choices):
+            self._opened += [(index, delta) for delta in choice.open()]
+        open_prompts = []  # with their numbers, and those of their first choices
         first = 0
-        try:
-            for number, prompt in enumerate(self.prompts):
-                await self._open(number, prompt, first)
-                first += prompt.num_choices
-        except BaseException:
-            self._end()
-            raise
+        for number, prompt in enumerate(self.prompts):
+            if self.choices[first].finish_reason is None:
+                open_prompts.append((number, first, prompt))
+            first += prompt.num_choices
+        if open_prompts:
+            await (self._attach if self._attaches else self._admit)(open_prompts)
         loop = asyncio.get_running_loop()
         self._timers = [loop.call_later(self._timeout_s, self._time_out), loop.call_later(TICK_S, self._tick, 0)]
         return self
 
-    async def __aexit__(self, *_: object) -> None:
-        self._end()
+    async def __aexit__(self, _: object, error: BaseException | None, __: object) -> None:
+        self._end(client_left=isinstance(error, asyncio.CancelledError | ConnectionError))
 
-    async def _open(self, number: int, prompt: PreparedPrompt, first: int) -> None:
-        for index in range(first, first + prompt.num_choices):
-            assert self._opened is not None
-            self._opened += [(index, delta) for delta in self.choices[index].open()]
-        if self.choices[first].finish_reason is not None:
-            return
-        spec = RequestSpec(
-            rid=self.rid if number == 0 else f"{self.rid}-{number}", num_choices=prompt.num_choices,
-            num_prompt_tokens=len(prompt.ids), salt=self._caller.salt, sampling=prompt.sampling, text=prompt.text,
-            client_id=self._caller.client_id,
+    async def _admit(self, open_prompts: list[tuple[int, int, PreparedPrompt]]) -> None:
+        specs = [
+            RequestSpec(
+                rid=prompt_rid(self.rid, number), num_choices=prompt.num_choices, num_prompt_tokens=len(prompt.ids),
+                salt=self._caller.salt, sampling=prompt.sampling, text=prompt.text, client_id=self._caller.client_id,
+                num_prompts=len(self.prompts),
+            )
+            for number, _, prompt in open_prompts
+        ]  # fmt: skip
+        requests = await self._inflight.submit(
+            [(spec, pack_ids(prompt.ids)) for spec, (_, _, prompt) in zip(specs, open_prompts, strict=True)],
+            self._caller.owner, self._wake, resume_ms=self._caller.resume_ms, body_digest=self._caller.body_digest,
         )  # fmt: skip
-        request = await self._inflight.submit(spec, pack_ids(prompt.ids), self._caller.owner, self._wake)
-        self._requests.append((first, request))
-        self._num_running += prompt.num_choices
-        self._metrics.prompt_tokens.inc(len(prompt.ids))
-        self._metrics.prompt_length.observe(len(prompt.ids))
+        for request, (_, first, prompt) in zip(requests, open_prompts, strict=True):
+            self._requests.append((first, request))
+            self._num_running += prompt.num_choices
+            self._metrics.prompt_tokens.inc(len(prompt.ids))
+            self._metrics.prompt_length.observe(len(prompt.ids))
 
-    def _end(self) -> None:
+    async def _attach(self, open_prompts: list[tuple[int, int, PreparedPrompt]]) -> None:
+        try:
+            for number, first, prompt in open_prompts:
+                request = await self._inflight.attach(
+                    prompt_rid(self.rid, number), prompt.num_choices, self._wake, resume_ms=self._caller.resume_ms,
+                    shared=bool(self._caller.body_digest),
+                )  # fmt: skip
+                self._requests.append((first, request))
+                self._num_running += prompt.num_choices
+        except BaseException as e:
+            self._is_moved = isinstance(e, Moved)
+            self._end(client_left=True)
+            match e:
+                case RequestLost():
+                    raise resuming.expired() from None
+                case Moved():
+                    raise resuming.moved() from None
+                case TooManyAttachments():
+                    raise resuming.too_many() from None
+            raise
+
+    def _end(self, *, client_left: bool) -> None:
         for timer in self._timers:
             timer.cancel()
         for _, request in self._requests:
-            self._inflight.close(request, self._outcome)
+            if self._is_moved:
+                self._inflight.forget(request)
+            elif client_left:
+                self._inflight.client_left(request)
+            else:
+                self._inflight.close(request, self._outcome)
         log.info("%s", self)
 
     def __str__(self) -> str:
@@ -123,15 +172,17 @@ class Generation:
     @property
     def is_running(self) -> bool:
         """Whether a delta can still come."""
-        return bool(self._opened) or self._num_running > 0
+        return bool(self._opened) or bool(self._failures) or self._num_running > 0
 
     async def next(self) -> list[tuple[int, Delta]]:
-        """What is new, by choice, in order; nothing after a time of silence. ApiError when the request failed, Moved
-        when another gateway answers it by now."""
+        """What is new, by choice, in order; nothing after a time of silence, or when a client that came back had all.
+        ApiError when the request failed or another connection answers it by now."""
         if self._opened:
-            opened, self._opened = self._opened, None
+            opened, self._opened = self._opened, []
             return opened
-        while True:
+        while self._num_running or self._failures:
+            if self._failures:
+                raise next((e for e in self._failures if e.code != "cancelled"), self._failures[0])
             await self._wake.wait()
             self._wake.clear()
             if self._timed_out:
@@ -143,6 +194,7 @@ class Generation:
             if deltas or self._silent:
                 self._silent = False
                 return deltas
+        return []
 
     def cached_tokens(self) -> int:
         """Prompt tokens that were not computed: of a prompt's choices, only what none of them had to compute."""
@@ -155,6 +207,9 @@ class Generation:
     async def _take(self, first: int, request: OpenRequest) -> list[tuple[int, Delta]]:
         try:
             events = await self._inflight.take(request)
+        except Moved:
+            self._is_moved = True
+            raise resuming.moved() from None
         except RequestLost:
             raise ApiError(500, "the request was lost", code="request_lost") from None
         except ProtocolError as e:
@@ -170,10 +225,11 @@ class Generation:
             elif item.reason in ("stop", "length"):
                 new = self.choices[index].close(item.reason)
             else:
-                raise self._failure(item)
+                self._failures.append(self._failure(item))  # told when what came before it has been
+                continue
             deltas += [(index, delta) for delta in new]
             if self.choices[index].finish_reason is not None:
-                self._choice_ended(index)
+                self._choice_ended(index, is_news=number not in request.ended_before)
         return deltas
 
     def _feed(self, index: int, request: OpenRequest, number: int, chunk: TokenChunk) -> list[Delta]:
@@ -189,6 +245,8 @@ class Generation:
         return deltas
 
     def _observe(self, index: int, num_tokens: int) -> None:
+        if self._attaches:
+            return  # much of it is told again, and not as it came
         now = asyncio.get_running_loop().time()
         last = self._last_at[index]
         if last:
@@ -197,9 +255,13 @@ class Generation:
             self._metrics.first_token_s.observe(now - self._started)
         self._last_at[index] = now
 
-    def _choice_ended(self, index: int) -> None:
+    def _choice_ended(self, index: int, *, is_news: bool) -> None:
         self._num_running -= 1
-        choice = self.choices[index]
+        choice, place = self.choices[index], self.places[index]
+        if place is not None and place.position > choice.num_tokens:
+            self._failures.append(resuming.beyond_the_end())
+        if not is_news:
+            return
         self._metrics.finished.labels(choice.finish_reason or "").inc()
         self._metrics.generation_tokens.inc(choice.num_tokens)
         self._metrics.end_to_end_s.observe(asyncio.get_running_loop().time() - self._started)

@@ -1,8 +1,8 @@
 """The gateway's side of Redis: requests go in by `admit`, tokens come back on the stream `out:<incarnation>`.
 
-Owns the gateway's incarnation, its stream and which requests it is the reader of; makes sure that Redis hears of every
+Owns the gateway's incarnation and its stream; who reads what is `attaching.py`'s. Makes sure that Redis hears of every
 response that ended here (client gone, stop string found), however often that has to be repeated. Every step may be
-driven by hand: submit, read, refresh, settle, take. Knows neither HTTP nor text.
+driven by hand: submit, attach, read, refresh, settle, take. Knows neither HTTP nor text.
 """
 
 from __future__ import annotations
@@ -15,22 +15,23 @@ from typing import Any, TypeVar
 
 from redis.asyncio import Redis
 
-from services.gateway.admission import DrainMeter, refused, unavailable
+from services.gateway.admission import unavailable
+from services.gateway.admitting import Admitting, Repeated, Specs
+from services.gateway.attaching import CANCELLED, Attaching, TooManyAttachments
 from services.gateway.open_request import Event, Moved, OpenRequest, RequestLost
-from services.gateway.redis_calls import CALL_TIMEOUT_S, CannotWrite, Owed, in_time
+from services.gateway.redis_calls import CALL_TIMEOUT_S, Owed, in_time
 from services.gateway.request_table import RequestTable
-from shared.bus import LOST, StreamReader, backoff
+from shared.bus import LOST, StreamReader
 from shared.leases import IDLE_REFRESH_MS, Lapsed, Membership, StreamLost, new_incarnation
-from shared.protocol import Member, Outcome, RequestSpec, sequence_id, split_sequence_id
-from shared.records import Records
-from shared.scripts import UNLIMITED, Admission, KeyLimits, Scripts
+from shared.protocol import Member, Outcome, sequence_id
+from shared.records import Records, RequestRecord
+from shared.scripts import UNLIMITED, KeyLimits, Scripts
 
 log = logging.getLogger(__name__)
 
-ADMIT_TIMEOUT_S = 6.0  # of all tries; longer than Redis takes to restart
 RETRY_TAKE_S = 0.25
 BORN = b"born"  # written by a `join`, also by one that comes late
-CANCELLED = Outcome(reason="cancelled")
+FOLLOW_S = 0.1  # between two looks into the log of a request that another connection reads
 
 T = TypeVar("T")
 
@@ -46,18 +47,18 @@ class Inflight:
         self._redis = redis
         self._scripts = scripts
         self._records = records
-        self._max_requests = max_requests
-        self._max_tokens = max_tokens
-        self._retention_ms = retention_ms
-        self._key_limits = key_limits
         self._clock = clock
-        self._drained = DrainMeter()
+        self._admitting = Admitting(
+            scripts, max_requests=max_requests, max_tokens=max_tokens, retention_ms=retention_ms,
+            key_limits=key_limits, clock=clock,
+        )  # fmt: skip
         self._membership = self._new_membership(incarnation)
         self._joined = False
         self._refresh_at = 0.0
         self._reader: StreamReader | None = None
         self._table = RequestTable()
         self._owed = Owed()
+        self._attaching = Attaching(scripts, records, self._table, self._owed, lambda: self.incarnation)
         self._tasks: set[asyncio.Task[Any]] = set()
 
     def _new_membership(self, incarnation: str = "") -> Membership:
@@ -79,21 +80,57 @@ class Inflight:
 
     # --- going in ------------------------------------------------------------------------------------------------
 
-    async def submit(self, spec: RequestSpec, prompt: bytes, owner: str, wake: asyncio.Event) -> OpenRequest:
-        """Admits a request whose arrivals set `wake`; TryLater when it is refused or Redis does not answer.
+    async def submit(
+        self, specs: Specs, owner: str, wake: asyncio.Event, *, resume_ms: int = 0,
+        body_digest: str = "",
+    ) -> list[OpenRequest]:  # fmt: skip
+        """Admits the requests of a call, whose arrivals set `wake`: all, or none. TryLater when they are refused or
+        Redis does not answer; Repeated when others may repeat the call (body_digest) and one of them came first.
 
-        The caller owes a `close`, unless this raises. A caller that is cancelled here leaves nothing behind: the
-        admission is awaited by a task of its own, since only its answer tells what there is to cancel.
+        The caller owes each a `close` or `client_left`, unless this raises. A caller that is cancelled here owes none:
+        the admission is awaited by a task of its own, since only its answer tells what there is to cancel.
         """
-        request = OpenRequest(spec.rid, spec.num_choices, self.incarnation, wake)
+        requests = [
+            OpenRequest(
+                spec.rid, spec.num_choices, self.incarnation, wake, resume_ms=resume_ms, shared=bool(body_digest)
+            )
+            for spec, _ in specs
+        ]
         try:
-            await self._detached(self._admit(request, spec, prompt, owner))
+            await self._detached(self._admit(requests, specs, owner, body_digest))
+        except asyncio.CancelledError:
+            for request in requests:
+                request.abandoned = True
+                if request.admitted:
+                    self.client_left(request)
+            raise
+        return requests
+
+    async def attach(
+        self, rid: str, num_choices: int, wake: asyncio.Event, *, resume_ms: int = 0, shared: bool = False
+    ) -> OpenRequest:
+        """Takes up a request for a client, wherever it was read before; see `OpenRequest` for resume_ms and shared.
+
+        RequestLost: the record has expired. Moved: another attach came later. TryLater when Redis does not answer.
+        """
+        request = OpenRequest(rid, num_choices, self.incarnation, wake, attach=0, resume_ms=resume_ms, shared=shared)
+        try:
+            await self._detached(self._attaching.become_reader(request))
+        except TimeoutError:
+            raise unavailable("the queue does not answer", "queue_unreachable") from None
         except asyncio.CancelledError:
             request.abandoned = True
             if request.admitted:
-                self.close(request)
+                self.client_left(request)
             raise
         return request
+
+    async def find(self, rid: str) -> list[RequestRecord]:
+        """See `Attaching.find`; TryLater when Redis does not answer."""
+        try:
+            return await self._detached(self._attaching.find(rid))
+        except LOST:
+            raise unavailable("the queue does not answer", "queue_unreachable") from None
 
     def _detached(self, call: Coroutine[Any, Any, T]) -> asyncio.Future[T]:
         """The call in a task of its own: it goes on when the caller is cancelled, who notices that at once. (Within a
@@ -108,46 +145,21 @@ class Inflight:
         if not task.cancelled():
             task.exception()  # its caller may be gone
 
-    async def _admit(self, request: OpenRequest, spec: RequestSpec, prompt: bytes, owner: str) -> None:
-        self._table.add(request)
+    async def _admit(self, requests: list[OpenRequest], specs: Specs, owner: str, body_digest: str) -> None:
+        if body_digest and any(self._table.find(request.rid) for request in requests):
+            raise Repeated
+        for request in requests:
+            self._table.add(request)
         try:
-            admission = await self._ask_admission(request, spec, prompt, owner)
-        except BaseException as e:
-            self.close(request)
-            if isinstance(e, CannotWrite):
-                raise unavailable("the server is out of memory or storage", "storage_full", 5) from None
-            if isinstance(e, TimeoutError):
-                raise unavailable("the queue does not answer", "queue_unreachable") from None
+            await self._admitting.admit(requests, specs, owner, body_digest)
+        except BaseException:
+            for request in requests:
+                (self._attaching.give_up if request.shared and request.in_redis else self.close)(request)
             raise
-        self._drained.read(admission.num_left, self._clock())
-        request.admission = admission
-        if not admission.accepted:
-            request.in_redis = False
-            self.close(request)
-            raise refused(admission, spec.num_prompt_tokens, self._drained)
-        request.admitted = True
-        if request.abandoned:
-            self.close(request)
-
-    async def _ask_admission(self, request: OpenRequest, spec: RequestSpec, prompt: bytes, owner: str) -> Admission:
-        """Repeats with the same id while replies are lost: `admit` does a thing once."""
-        is_first = True
-        async with asyncio.timeout(ADMIT_TIMEOUT_S):
-            async for _ in backoff():
-                try:
-                    admission = self._scripts.admit(
-                        [(spec, prompt)], gateway=request.gateway, owner=owner, priority=0,
-                        max_requests=self._max_requests, max_tokens=self._max_tokens, retention_ms=self._retention_ms,
-                        key_limits=self._key_limits,
-                    )  # fmt: skip
-                    return await in_time(admission)
-                except CannotWrite:
-                    request.in_redis = not is_first  # if not the first, an earlier one may have run
-                    raise
-                except LOST as e:
-                    is_first = False
-                    log.warning("admission of %s is repeated: %s", request.rid, e)
-        raise AssertionError("unreachable: backoff never ends")
+        for request in requests:
+            request.admitted = True
+            if request.abandoned:
+                self.client_left(request)
 
     # --- coming back ---------------------------------------------------------------------------------------------
 
@@ -175,11 +187,11 @@ class Inflight:
         route = self._table.route(sid)
         if route is None:
             if mark not in (b"!", b">"):
-                self._disown(sid.decode())
+                self._attaching.disown(sid.decode())
             return
         request, choice = route
         if mark == b">":
-            request.end(Moved())
+            self._attaching.moved(request, int(data))
             return
         request.arrive(choice, mark == b"!", data)
 
@@ -188,10 +200,25 @@ class Inflight:
         if not request.behind:
             return request.take()
         try:
-            return await self._detached(in_time(request.read_log(self._records)))
+            events = await self._detached(in_time(request.read_log(self._records)))
         except LOST:
             asyncio.get_running_loop().call_later(RETRY_TAKE_S, request.wake.set)
             return []
+        if request.following and request.open_choices:
+            await self._follow(request)
+        return events
+
+    async def _follow(self, request: OpenRequest) -> None:
+        """Looks again a little later; takes up what nobody reads any more, so that it is not cancelled."""
+        if request.unread:
+            try:
+                await self._detached(self._attaching.become_reader(request))
+            except (Moved, TimeoutError):
+                request.following = True
+            except (RequestLost, TooManyAttachments) as e:
+                request.end(e)
+        if request.following:
+            asyncio.get_running_loop().call_later(FOLLOW_S, request.fall_behind)
 
     # --- staying alive -------------------------------------------------------------------------------------------
 
@@ -221,21 +248,8 @@ class Inflight:
                     request.fall_behind()  # what was written before the stream was there is in the log alone
         for request in self.requests:
             if request.admitted and request.gateway != self.incarnation:
-                await self._attach_again(request)
+                await self._attaching.attach_again(request)
         self._refresh_at = self._clock() + IDLE_REFRESH_MS / 1000
-
-    async def _attach_again(self, request: OpenRequest) -> None:
-        """A re-attach whose reply was lost is repeated under the same name first: its answer tells the number."""
-        while request.gateway != self.incarnation:
-            name = request.attaching = request.attaching or self.incarnation
-            attached = await in_time(self._scripts.attach(request.rid, name, request.attach))
-            if request not in self._table:
-                return  # closed while asking: its cancel asks once more
-            if attached.status != "ok":
-                request.end(Moved() if attached.status == "lost" else RequestLost())
-                return
-            request.attach, request.gateway, request.attaching = attached.choices[0][1], name, ""
-            request.fall_behind()
 
     # --- ending --------------------------------------------------------------------------------------------------
 
@@ -248,34 +262,22 @@ class Inflight:
 
     def close(self, request: OpenRequest, outcome: Outcome = CANCELLED) -> None:
         """Nobody waits for this request any more; what still runs of it ends with the outcome. May be repeated."""
-        if request not in self._table:
-            return
-        self._table.remove(request)
-        if not request.in_redis or not request.open_choices or request.ended:
-            return
+        self._attaching.close(request, outcome)
 
-        async def tell() -> None:
-            if request.attaching:
-                attached = await self._scripts.attach(request.rid, request.attaching, request.attach)
-                if attached.status != "ok":
-                    return
-                request.attach, request.attaching = attached.choices[0][1], ""
-            await self._scripts.cancel_if(request.open_sids, request.attach, outcome)
+    def client_left(self, request: OpenRequest) -> None:
+        """As `close`, but the client may come back if the request has a resume time, or this gateway is stopping."""
+        self._attaching.client_left(request)
 
-        self._owed.add(f"close {request.rid}", tell)
+    def forget(self, request: OpenRequest) -> None:
+        """Another connection answers it."""
+        self._attaching.forget(request)
 
-    def _disown(self, sid: str) -> None:
-        """Tokens that nobody here waits for: late ones of an ended request, or of one that was admitted after its
-        admission had been given up, which must not run for nobody."""
-        if self._table.ended_lately(split_sequence_id(sid)[0]):
-            return
-
-        async def tell() -> None:
-            record = await self._records.sequence(sid)
-            if record is not None and record.state != "done" and record.gateway == self.incarnation:
-                await self._scripts.cancel_if([sid], record.attach, CANCELLED)
-
-        self._owed.add(f"disown {sid}", tell)
+    async def cancel(self, rid: str, num_choices: int) -> None:
+        """Ends a request whoever reads it; TryLater when Redis does not answer."""
+        try:
+            await self._detached(self._attaching.cancel(rid, num_choices))
+        except LOST:
+            raise unavailable("the queue does not answer", "queue_unreachable") from None
 
     async def settle_next(self) -> None:
         """Waits until Redis has yet to hear something, and tells it; what it does not answer stays owed."""
@@ -285,9 +287,14 @@ class Inflight:
     async def settle(self) -> None:
         await self._owed.settle()
 
+    def begin_to_leave(self) -> None:
+        """From here on clients are gone against their will, and get time to come back elsewhere."""
+        self._attaching.leaving = True
+
     async def leave(self) -> None:
-        """Cancels what is open and says that this incarnation is over."""
+        """Leaves what is open to whoever comes back for it, and says that this incarnation is over."""
+        self.begin_to_leave()
         for request in self.requests:
-            self.close(request)
+            self.client_left(request)
         await self.settle()
         await self._membership.leave()

@@ -6,6 +6,8 @@ Owns the threads that tokenize. What is checked, and how, is in `request_parsing
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import json
 import secrets
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -52,11 +54,24 @@ class Intake:
             request = self._parse(cls, body)
             limits = self._fleet.limits(self._max_choices)
             prompts = preparation.build_specs(
-                request, self.tokenizer, limits, draw_seed=lambda: secrets.randbits(64), now=datetime.now(UTC)
-            )
+                request, self.tokenizer, limits, draw_seed=lambda: secrets.randbits(64), now=datetime.now(UTC),
+                fingerprint=self._fleet.fingerprint(),
+            )  # fmt: skip
             return request, prompts
 
         return await self._run(body, prepare)
+
+    async def digest(self, api: str, body: bytes) -> str:
+        """Of a call as it is repeated: equal whatever the order of its fields, and whether it is streamed or not."""
+
+        def take() -> str:
+            value = json_reader.loads(body)
+            assert isinstance(value, dict)
+            same = {k: v for k, v in value.items() if k not in ("stream", "stream_options")}
+            text = json.dumps([api, same], sort_keys=True, separators=(",", ":"))
+            return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
+
+        return await self._run(body, take)
 
     async def tokenize(self, body: bytes) -> tuple[TokenizeRequest, list[int]]:
         def prepare() -> tuple[TokenizeRequest, list[int]]:

@@ -28,6 +28,7 @@ class GatewayMetrics:
         )
         self.failed = Counter("headrace_request_failure", "Requests that failed, by code", ["code"], registry=registry)
         self.disconnected = Counter("headrace_client_disconnects", "Clients gone before the end", registry=registry)
+        self.attached = Counter("headrace_attachments", "Answers taken up again", registry=registry)
         self.queue_full = Counter("headrace_queue_full", "Requests refused with 429", registry=registry)
         self.prompt_tokens = Counter("headrace_prompt_tokens", "Tokens in prompts", registry=registry)
         self.cached_tokens = Counter("headrace_prompt_tokens_cached", "Of these, from the cache", registry=registry)

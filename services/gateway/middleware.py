@@ -91,8 +91,10 @@ def cross_origin(origins: tuple[str, ...]) -> Middleware:
         if not (asks and _allowed_origin(request, origins)):
             return await handler(request)
         headers = {
-            "Access-Control-Allow-Methods": "GET, POST",
-            "Access-Control-Allow-Headers": "Authorization, Content-Type, X-Request-Id",
+            "Access-Control-Allow-Methods": "GET, POST, DELETE",
+            "Access-Control-Allow-Headers": (
+                "Authorization, Content-Type, X-Request-Id, Idempotency-Key, Last-Event-ID, X-Headrace-Resume"
+            ),
             "Access-Control-Max-Age": "600",
         }
         return web.Response(status=204, headers=headers)

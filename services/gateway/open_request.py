@@ -16,6 +16,7 @@ from shared.records import Records
 from shared.scripts import Admission
 
 MAX_QUEUED_BYTES = 256 * 1024  # of encoded chunks; a client that is further behind is served from the log
+PAGE_CHUNKS = 256  # of a choice's log that are read at once
 
 Event = tuple[int, TokenChunk | Outcome]  # of a choice; an Outcome is its last
 
@@ -29,13 +30,25 @@ class RequestLost(Exception):
 
 
 class OpenRequest:
-    """`attach` is the attach number under which `gateway` (an incarnation of this process) is the reader."""
+    """`attach` is the attach number under which `gateway` (an incarnation of this process) is the reader; 0 while that
+    is being asked. resume_ms: how long the request goes on when its client has left. shared: other calls may ask for
+    the same answer, so when another connection becomes the reader this one goes on `following`: it looks into the log
+    every now and then, and ends nothing."""
 
-    def __init__(self, rid: str, num_choices: int, gateway: str, wake: asyncio.Event) -> None:
+    def __init__(
+        self, rid: str, num_choices: int, gateway: str, wake: asyncio.Event, *, attach: int = 1, resume_ms: int = 0,
+        shared: bool = False,
+    ) -> None:  # fmt: skip
         self.rid = rid
         self.num_choices = num_choices
         self.gateway = gateway
-        self.attach = 1
+        self.attach = attach
+        self.resume_ms = resume_ms
+        self.shared = shared
+        self.following = False
+        self.unread = False  # nobody was its reader when the log was last read
+        self.moved_number = 0  # of the newest attach elsewhere that was told
+        self.ended_before: frozenset[int] = frozenset()  # choices that were done when this gateway attached
         self.attaching = ""  # the name of a re-attach whose answer is not known yet
         self.in_redis = True  # a record may exist: false once an admission was surely refused
         self.admitted = False
@@ -74,6 +87,19 @@ class OpenRequest:
         self.num_bytes = 0
         self.behind = True
 
+    def displace(self, number: int = 0) -> bool:
+        """Another connection is the reader (by attach `number`, if it is another gateway's); False if that was so
+        before this one became it, or may have been: then the answer to its attach will tell."""
+        self.moved_number = max(self.moved_number, number)
+        if number and (self.attach == 0 or number <= self.attach):
+            return False
+        if self.shared:
+            self.following = True
+            self.fall_behind()
+        else:
+            self.end(Moved())
+        return True
+
     def end(self, why: Exception) -> None:
         """The next `take` raises this."""
         self.ended = why
@@ -96,7 +122,10 @@ class OpenRequest:
         return events
 
     async def read_log(self, records: Records) -> list[Event]:
-        """As `take`, for a request that is behind; when reading fails it still is, and it is for the caller to wake."""
+        """As `take`, for a request that is behind; when reading fails it still is, and it is for the caller to wake. It
+        also still is, and is awake, where the log has more than a page."""
+        if self.ended is not None:
+            raise self.ended
         self.behind = False  # from here on arrivals are kept again: they may go beyond what is read now
         found = []
         try:
@@ -104,25 +133,29 @@ class OpenRequest:
                 sid = sequence_id(self.rid, choice)
                 # The record before the log: if it says done, the log that is read after it is complete.
                 record = await records.sequence(sid)
-                found.append((choice, record, await records.log(sid, self._num_chunks[choice])))
+                found.append((choice, record, await records.log(sid, self._num_chunks[choice], PAGE_CHUNKS)))
         except BaseException:
             self._forget_arrived()
             raise
+        if any(len(chunks) == PAGE_CHUNKS for _, _, chunks in found):
+            self.fall_behind()
+        self.unread = any(record and record.state != "done" and not record.gateway for _, record, _ in found)
         events: list[Event] = []
         for choice, record, chunks in found:
             if record is None:
                 raise RequestLost
-            events += self._take_logged(choice, chunks, record.outcome if record.state == "done" else b"")
+            is_last_page = len(chunks) < PAGE_CHUNKS
+            events += self._take_logged(choice, chunks)
+            if record.state == "done" and is_last_page:
+                events += self._take_outcome(choice, decode_as(Outcome, record.outcome))
+            if self.positions[choice] < self._needed[choice] and is_last_page:
+                raise RequestLost
         return events
 
-    def _take_logged(self, choice: int, chunks: list[TokenChunk], outcome: bytes) -> list[Event]:
+    def _take_logged(self, choice: int, chunks: list[TokenChunk]) -> list[Event]:
         events: list[Event] = []
         for chunk in chunks:
             events += self._take_chunk(choice, chunk)
-        if outcome:
-            events += self._take_outcome(choice, decode_as(Outcome, outcome))
-        if self.positions[choice] < self._needed[choice]:
-            raise RequestLost
         return events
 
     def _take_chunk(self, choice: int, chunk: TokenChunk) -> list[Event]:

@@ -15,13 +15,15 @@ from aiohttp.typedefs import Handler
 from pydantic import BaseModel
 from pydantic.json_schema import GenerateJsonSchema, models_json_schema
 
+from services.gateway import resuming
 from services.gateway.openai_schema import Request
 from services.gateway.response_schema import Error
 
 Json = dict[str, Any]
 
 EVENT_STREAM = "text/event-stream"
-GENERATING = (404, 408, 413, 415, 429, 500, 503, 504)
+GENERATING = (404, 408, 409, 410, 413, 415, 422, 429, 500, 503, 504)
+TAKING_UP = (404, 409, 410, 429, 500, 503, 504)
 READING = (404, 408, 413, 415, 500)
 _REFERENCE = "#/components/schemas/{model}"
 _JSON_SCHEMA_NAMES = {"ge": "minimum", "le": "maximum", "gt": "exclusiveMinimum", "lt": "exclusiveMaximum"}
@@ -33,10 +35,10 @@ class Route:
     metrics count.
 
     answer: what a 200 has in its body, a model or the media type of what is no JSON. events: the model of a server-sent
-    event where the answer may be streamed. statuses: others that the handler gives. headers: those it reads.
+    event where the answer may be streamed. statuses: others that the handler gives. headers, queries: those it reads.
     """
 
-    method: Literal["GET", "POST"]
+    method: Literal["GET", "POST", "DELETE"]
     path: str
     handler: Handler
     name: str
@@ -46,6 +48,7 @@ class Route:
     events: type[BaseModel] | None = None
     statuses: tuple[int, ...] = ()
     headers: tuple[Header, ...] = ()
+    queries: tuple[Header, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.summary:
@@ -61,6 +64,15 @@ class Header:
     schema: Json
 
 
+RESUME = Header(
+    resuming.RESUME, "seconds that generation goes on when the client has left", {"type": "string", "pattern": r"^\d+"}
+)
+IDEMPOTENCY_KEY = Header(
+    resuming.IDEMPOTENCY_KEY, "calls with the same key and body have one answer",
+    {"type": "string", "minLength": 1, "maxLength": resuming.MAX_KEY_CHARS},
+)  # fmt: skip
+LAST_EVENT_ID = Header(resuming.LAST_EVENT_ID, "the id of the last event that the client has", {"type": "string"})
+AFTER = Header("after", f"as {resuming.LAST_EVENT_ID}, which counts where both are given", {"type": "string"})
 CLIENT_ID = Header("X-Request-Id", "the caller's own name for the request, echoed and logged", {"type": "string"})
 
 
@@ -126,7 +138,10 @@ def _parameters(route: Route) -> list[Json]:
     names = re.findall(r"{(\w+)", route.path)
     path: list[Json] = [{"name": n, "in": "path", "required": True, "schema": {"type": "string"}} for n in names]
     headers = (CLIENT_ID, *route.headers)
-    return path + [{"name": h.name, "in": "header", "description": h.description, "schema": h.schema} for h in headers]
+    given = [("header", h) for h in headers] + [("query", q) for q in route.queries]
+    return path + [
+        {"name": h.name, "in": where, "description": h.description, "schema": h.schema} for where, h in given
+    ]
 
 
 def _success(route: Route, references: dict[Any, Json]) -> Json:

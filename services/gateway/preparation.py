@@ -67,6 +67,7 @@ def build_specs(
     *,
     draw_seed: Callable[[], int],
     now: datetime,
+    fingerprint: str | None = None,
 ) -> list[PreparedPrompt]:
     """One entry a prompt, in order; choice c of entry i has index i * num_choices + c in the response.
 
@@ -81,7 +82,7 @@ def build_specs(
     if len(prompts) * num_choices > limits.max_choices:
         field = "n" if num_choices > 1 else "prompt"
         raise BadRequest(f"{field} asks for more than {limits.max_choices} choices in one request", param=field)
-    text = _text_params(request, now)
+    text = _text_params(request, now, fingerprint or "")
     return [
         PreparedPrompt(ids, _sampling(request, ids, tokenizer, limits, draw_seed, param), text, num_choices)
         for ids in prompts
@@ -273,7 +274,7 @@ def _num_logprobs(request: ChatCompletionRequest | CompletionRequest) -> int | N
     return (request.top_logprobs or 0) if request.logprobs else None
 
 
-def _text_params(request: ChatCompletionRequest | CompletionRequest, now: datetime) -> TextParams:
+def _text_params(request: ChatCompletionRequest | CompletionRequest, now: datetime, fingerprint: str) -> TextParams:
     return TextParams(
         api="chat" if isinstance(request, ChatCompletionRequest) else "completions",
         stop=tuple(dict.fromkeys(request.stop)),
@@ -283,6 +284,7 @@ def _text_params(request: ChatCompletionRequest | CompletionRequest, now: dateti
         stream=request.stream,
         include_usage=request.stream_options is not None and request.stream_options.include_usage,
         created=int(now.timestamp()),
+        system_fingerprint=fingerprint,
     )
 
 

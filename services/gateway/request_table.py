@@ -22,6 +22,9 @@ class RequestTable:
         """A copy, which may be gone through while requests come and go."""
         return list(self._requests.values())
 
+    def find(self, rid: str) -> OpenRequest | None:
+        return self._requests.get(rid)
+
     def __contains__(self, request: OpenRequest) -> bool:
         return self._requests.get(request.rid) is request
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, RootModel
 
 
 class Shape(BaseModel):
@@ -135,6 +135,22 @@ class CompletionChunk(Answer):
     object: Literal["text_completion"]
     choices: list[CompletionChunkChoice]
     usage: Usage | None = None
+
+
+class AnyCompletion(RootModel[ChatCompletion | Completion]):
+    """What a call's own route would have answered."""
+
+
+class AnyChunk(RootModel[ChatCompletionChunk | CompletionChunk]):
+    """An event as the call's own route would have sent it."""
+
+
+class Cancelled(Shape):
+    """The request has ended, if it had not before."""
+
+    id: str
+    object: Literal["stream"]
+    cancelled: Literal[True]
 
 
 class Model(Shape):

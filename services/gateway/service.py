@@ -25,7 +25,9 @@ from services.gateway.intake import Intake
 from services.gateway.metrics_defs import GatewayMetrics
 from services.gateway.pages import PageRoutes
 from services.gateway.redis_calls import in_time
+from services.gateway.request_ids import RequestIds
 from services.gateway.state import GatewayState
+from services.gateway.streams import StreamRoutes
 from services.gateway.tokenization import Tokenizer
 from shared import metrics
 from shared.bus import LOST
@@ -66,11 +68,13 @@ class GatewayService:
 
     async def run(self, stop: Stop) -> None:
         """Serves until stop; CannotListen when the address is not to be had."""
+        secret = await self._secret()
         state = GatewayState(
-            self._own, self._common.served_name, await self._secret(), self.inflight, self.fleet, self.metrics
+            self._own, self._common.served_name, secret, self.inflight, self.fleet, self.metrics, RequestIds(secret)
         )
         pages = PageRoutes(state, self._intake, self.render_metrics, int(time.time()))
-        self.app = make_app(state, CompletionRoutes(state, self._intake), pages)
+        streams = StreamRoutes(state, self._intake.tokenizer)
+        self.app = make_app(state, CompletionRoutes(state, self._intake, streams), streams, pages)
         runner = Runner(self.app, shutdown_timeout_s=HANDLER_END_S)
         await runner.setup()
         try:
@@ -106,7 +110,8 @@ class GatewayService:
             async with asyncio.timeout(self._common.drain_timeout_s):
                 await self.inflight.idle()
         except TimeoutError:
-            log.warning("%d open responses are ended", len(self.inflight.requests))
+            log.warning("%d open responses are left to other gateways", len(self.inflight.requests))
+            self.inflight.begin_to_leave()
         drained.set()
 
     async def _leave(self) -> None:

@@ -8,6 +8,7 @@ from services.gateway.admission import unavailable
 from services.gateway.fleet import Fleet
 from services.gateway.inflight import Inflight
 from services.gateway.metrics_defs import GatewayMetrics
+from services.gateway.request_ids import RequestIds
 from shared.settings import GatewaySettings
 
 
@@ -21,6 +22,7 @@ class GatewayState:
     inflight: Inflight
     fleet: Fleet
     metrics: GatewayMetrics
+    ids: RequestIds
     draining: bool = False
 
     def check_open(self) -> None:

@@ -203,7 +203,7 @@ async def test_a_silent_stream_shows_that_it_lives(served: Served, monkeypatch: 
 
 
 @pytest.mark.parametrize("streamed", [False, True])
-async def test_a_response_that_moved_elsewhere_ends_without_an_ending(served: Served, streamed: bool) -> None:
+async def test_a_response_that_moved_elsewhere_ends_with_an_error_that_says_so(served: Served, streamed: bool) -> None:
     async def move() -> None:
         [sid] = await wait_until(served.worker.queued)
         await served.worker.place(sid)
@@ -215,11 +215,13 @@ async def test_a_response_that_moved_elsewhere_ends_without_an_ending(served: Se
     began = asyncio.Event()
     moving = asyncio.ensure_future(move())
     body = {"prompt": "x", "stream": streamed, "max_tokens": 3}
-    with pytest.raises(aiohttp.ClientError):
-        async with served.session.post(served.url + "/v1/completions", json=body) as response:
-            began.set()
-            await response.read()
+    async with served.session.post(served.url + "/v1/completions", json=body) as response:
+        began.set()
+        text = await response.text()
     await moving
+    assert response.status == (200 if streamed else 409)
+    assert "[DONE]" not in text
+    assert json.loads(text.rpartition("data: ")[2])["error"]["code"] == "stream_moved"
     assert served.service.inflight.requests == []
 
 

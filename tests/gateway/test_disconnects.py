@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from services.gateway import completions, http_server
+from services.gateway import answer, http_server
 from services.gateway.open_request import MAX_QUEUED_BYTES
 from shared.scripted_vocab import SCRIPT
 from shared.scripts import CommitCode
@@ -79,7 +79,7 @@ async def some_cancelled(served: Served, sids: list[str]) -> dict[str, bool]:
 async def test_a_client_that_stops_reading_is_cut_and_slows_nobody(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(completions, "STALL_S", 0.2)
+    monkeypatch.setattr(answer, "STALL_S", 0.2)
     monkeypatch.setattr(http_server, "SEND_BUFFER_BYTES", 1 << 14)
     served.worker.member = served.worker.member.model_copy(update={"max_model_len": 10**8, "num_blocks": 10**7})
     await served.worker.join()

@@ -72,7 +72,7 @@ async def left(served: Served) -> bool:
     return served.service.inflight.incarnation not in await served.worker.records.members()
 
 
-async def test_what_does_not_finish_in_time_is_ended_without_a_false_ending(serve_with: Serve) -> None:
+async def test_what_does_not_finish_in_time_breaks_off_without_a_false_ending(serve_with: Serve) -> None:
     served = await serve_with(drain_timeout_s=0)
     responding = asyncio.ensure_future(served.session.post(served.url + "/v1/completions", json=BODY))
     [sid] = await wait_until(served.worker.queued)
@@ -84,7 +84,8 @@ async def test_what_does_not_finish_in_time_is_ended_without_a_false_ending(serv
         await response.read()
     await wait_until(lambda: left(served))
     record = await served.worker.records.sequence(sid)
-    assert record is not None and record.state == "done"
+    assert record is not None
+    assert (record.state, record.gateway) == ("placed", "")  # its client may go on at another gateway
 
 
 async def test_a_stream_outlasts_the_loss_of_the_gateways_own_stream(served: Served) -> None:

@@ -8,6 +8,7 @@ import pytest
 from redis.exceptions import ConnectionError
 
 from services.gateway.admission import TryLater
+from services.gateway.attaching import LEAVE_WAIT_MS
 from services.gateway.inflight import Inflight
 from services.gateway.open_request import MAX_QUEUED_BYTES, Event, Moved, OpenRequest, RequestLost
 from shared.bus import StreamReader
@@ -20,7 +21,8 @@ from tests.helpers import wait_until
 
 async def submitted(gateway: Gateway, num_choices: int = 1, wake: asyncio.Event | None = None) -> OpenRequest:
     wake = wake or asyncio.Event()
-    return await gateway.inflight.submit(spec(num_choices), pack_ids(PROMPT), "owner", wake)
+    [request] = await gateway.inflight.submit([(spec(num_choices), pack_ids(PROMPT))], "owner", wake)
+    return request
 
 
 def ids_of(events: list[Event], choice: int = 0) -> list[int]:
@@ -458,10 +460,13 @@ async def test_while_redis_is_away_the_log_is_asked_again_later(
     assert ids_of(await gateway.inflight.take(request)) == [1]
 
 
-async def test_leaving_cancels_what_is_open_and_says_goodbye(gateway: Gateway) -> None:
+async def test_leaving_leaves_what_is_open_to_others_and_says_goodbye(gateway: Gateway) -> None:
     request = await submitted(gateway)
     await gateway.inflight.leave()
-    assert (await state_of(gateway, f"{request.rid}.0"))[0] == "done"
+    sid = f"{request.rid}.0"
+    assert await state_of(gateway, sid) == ("queued", "")
+    readers, now_ms = await gateway.records.readers([sid])
+    assert LEAVE_WAIT_MS - 2000 < readers[sid].orphan_at_ms - now_ms <= LEAVE_WAIT_MS
     assert gateway.inflight.incarnation not in await gateway.records.members()
 
 

@@ -36,8 +36,8 @@ class Sequence:
         self.while_reading()
         return record
 
-    async def log(self, sid: str, first_chunk: int) -> list[TokenChunk]:
-        chunks = [decode_as(TokenChunk, data) for data in self.chunks[first_chunk:]]
+    async def log(self, sid: str, first_chunk: int, max_chunks: int) -> list[TokenChunk]:
+        chunks = [decode_as(TokenChunk, data) for data in self.chunks[first_chunk:][:max_chunks]]
         self.while_reading()
         return chunks
 

@@ -1,0 +1,83 @@
+"""How calls are admitted: asked again while replies are lost, and what a refusal means for the client.
+
+Knows the bounds of the queue and how fast it drains; what is open at this gateway is `inflight.py`'s.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+
+from services.gateway.admission import DrainMeter, refused, unavailable
+from services.gateway.open_request import OpenRequest
+from services.gateway.redis_calls import CannotWrite, in_time
+from shared.bus import LOST, backoff
+from shared.protocol import RequestSpec
+from shared.scripts import Admission, KeyLimits, Scripts
+
+log = logging.getLogger(__name__)
+
+ADMIT_TIMEOUT_S = 6.0  # of all tries; longer than Redis takes to restart
+
+Specs = Sequence[tuple[RequestSpec, bytes]]  # of a call, with their packed prompts
+
+
+class Repeated(Exception):
+    """This call has been admitted before; it can be attached to."""
+
+
+class Admitting:
+    """max_requests and max_tokens bound the whole deployment's queue, not this gateway's share of it."""
+
+    def __init__(
+        self, scripts: Scripts, *, max_requests: int, max_tokens: int, retention_ms: int, key_limits: KeyLimits,
+        clock: Callable[[], float],
+    ) -> None:  # fmt: skip
+        self._scripts = scripts
+        self._max_requests = max_requests
+        self._max_tokens = max_tokens
+        self._retention_ms = retention_ms
+        self._key_limits = key_limits
+        self._clock = clock
+        self._drained = DrainMeter()
+
+    async def admit(self, requests: Sequence[OpenRequest], specs: Specs, owner: str, body_digest: str) -> None:
+        """TryLater when the call is refused, or Redis does not answer; then `in_redis` tells whether it may be there.
+        Repeated, only with a digest: the call was there before, or it is and its first reply was lost."""
+        try:
+            admission = await self._ask(requests, specs, owner, body_digest)
+        except CannotWrite:
+            raise unavailable("the server is out of memory or storage", "storage_full", 5) from None
+        except TimeoutError:
+            raise unavailable("the queue does not answer", "queue_unreachable") from None
+        self._drained.read(admission.num_left, self._clock())
+        is_repeated = admission.status == "exists" and bool(body_digest)
+        for request in requests:
+            request.admission = admission
+            request.in_redis = admission.accepted and not is_repeated  # what is there is another's
+        if is_repeated:
+            raise Repeated
+        if not admission.accepted:
+            raise refused(admission, max(spec.num_prompt_tokens for spec, _ in specs), self._drained)
+
+    async def _ask(self, requests: Sequence[OpenRequest], specs: Specs, owner: str, body_digest: str) -> Admission:
+        """Repeats with the same ids while replies are lost: `admit` does a thing once."""
+        is_first = True
+        async with asyncio.timeout(ADMIT_TIMEOUT_S):
+            async for _ in backoff():
+                try:
+                    admission = self._scripts.admit(
+                        specs, gateway=requests[0].gateway, owner=owner, priority=0,
+                        max_requests=self._max_requests, max_tokens=self._max_tokens, retention_ms=self._retention_ms,
+                        key_limits=self._key_limits, resume_ms=requests[0].resume_ms, body_digest=body_digest,
+                    )  # fmt: skip
+                    return await in_time(admission)
+                except CannotWrite:
+                    for request in requests:
+                        request.in_redis = not is_first  # if not the first, an earlier one may have run
+                    raise
+                except LOST as e:
+                    is_first = False
+                    log.warning("admission of %s is repeated: %s", requests[0].rid, e)
+        raise AssertionError("unreachable: backoff never ends")

@@ -1,0 +1,146 @@
+"""How an answer goes out: when it begins, what ends it, what a client that reads slowly costs.
+
+What is in it comes from `generation.py`, how it looks from `responses.py` and `sse.py`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+from aiohttp import web
+
+from services.gateway import sse
+from services.gateway.choice_stream import Delta
+from services.gateway.errors import ApiError, error_body
+from services.gateway.generation import Generation
+from services.gateway.http_server import json_response
+from services.gateway.middleware import RID
+from services.gateway.responses import ChoiceResult, Json, ResponseBuilder, usage
+from services.gateway.state import GatewayState
+from services.gateway.tokenization import Tokenizer
+
+log = logging.getLogger(__name__)
+
+STALL_S = 60.0  # a client that takes nothing for so long is cut; until then only its own response waits
+UNBOUNDED_WRITE_BYTES = 32 * 1024  # half of what asyncio buffers before it makes a writer wait
+STREAM_HEADERS = {
+    "Content-Type": "text/event-stream; charset=utf-8",
+    "Cache-Control": "no-cache",
+    "X-Accel-Buffering": "no",  # asks a proxy to pass events on as they come
+}
+
+
+async def send(
+    http: web.Request, state: GatewayState, tokenizer: Tokenizer, generation: Generation, *, stream: bool
+) -> web.StreamResponse:
+    """Enters the generation and sends what comes of it, from where the client is on."""
+    try:
+        async with generation:
+            answer = Answer(generation, _builder(state, tokenizer, generation))
+            return await (answer.stream(http) if stream else answer.whole())
+    except asyncio.CancelledError:
+        state.metrics.disconnected.inc()
+        raise
+
+
+def _builder(state: GatewayState, tokenizer: Tokenizer, generation: Generation) -> ResponseBuilder:
+    text, sampling = generation.prompts[0].text, generation.prompts[0].sampling
+    kind = "chatcmpl" if text.api == "chat" else "cmpl"
+    return ResponseBuilder(
+        text.api, tokenizer, id=f"{kind}-{generation.rid}", model=state.model, created=text.created,
+        with_logprobs=sampling.logprobs is not None, include_usage=text.include_usage,
+        system_fingerprint=text.system_fingerprint or None,
+    )  # fmt: skip
+
+
+async def send_done(http: web.Request, rid: str) -> web.StreamResponse:
+    """To a client that has all but the last line."""
+    response = await _begun(http)
+    await _write(http, response, sse.done(sse.end_id(rid)))
+    await response.write_eof()
+    return response
+
+
+class Answer:
+    """One response on its way out."""
+
+    def __init__(self, generation: Generation, builder: ResponseBuilder) -> None:
+        self._generation = generation
+        self._builder = builder
+        self._places = list(generation.places)  # None: the client has nothing of the choice
+
+    async def whole(self) -> web.Response:
+        results = [ChoiceResult() for _ in self._generation.choices]
+        while self._generation.is_running:
+            for index, delta in await self._generation.next():
+                results[index].add([delta])
+        return json_response(self._builder.whole(results, self._usage()))
+
+    async def stream(self, http: web.Request) -> web.StreamResponse:
+        """Begins with the first event, so that what fails before it is an ordinary error; what fails later is one
+        error event, and no `[DONE]`."""
+        response: web.StreamResponse | None = None
+        try:
+            while self._generation.is_running:
+                deltas = await self._generation.next()
+                if deltas or self._generation.is_running:
+                    response = response or await _begun(http)
+                    await _write(http, response, self._events(deltas) if deltas else sse.KEEP_ALIVE)
+            response = response or await _begun(http)  # a client that comes back may have all but the ending
+            await _write(http, response, self._ending())
+        except ApiError as e:
+            if response is None:
+                raise
+            await _write(http, response, sse.event(error_body(e)))
+            response.force_close()
+        await response.write_eof()
+        return response
+
+    def _events(self, deltas: list[tuple[int, Delta]]) -> bytes:
+        """All that is new in one piece, for one write."""
+        events = []
+        for index, delta in deltas:
+            if self._places[index] is None:
+                opening = self._builder.opening(index)
+                if opening is not None:
+                    self._places[index] = sse.Place(0)
+                    events.append(sse.event(opening, self._event_id()))
+            self._places[index] = sse.Place(delta.position, delta.finish_reason is not None)
+            events.append(sse.event(self._builder.chunk(index, delta), self._event_id()))
+        return b"".join(events)
+
+    def _ending(self) -> bytes:
+        done = sse.done(sse.end_id(self._generation.rid))
+        if not self._generation.prompts[0].text.include_usage:
+            return done
+        return sse.event(self._builder.usage_chunk(self._usage()), sse.end_id(self._generation.rid)) + done
+
+    def _event_id(self) -> str:
+        return sse.event_id(self._generation.rid, self._places)
+
+    def _usage(self) -> Json:
+        choices, prompts = self._generation.choices, self._generation.prompts
+        num_prompt_tokens = sum(len(prompt.ids) for prompt in prompts)
+        return usage(num_prompt_tokens, sum(c.num_tokens for c in choices), self._generation.cached_tokens())
+
+
+async def _begun(http: web.Request) -> web.StreamResponse:
+    response = web.StreamResponse(headers=STREAM_HEADERS)
+    await response.prepare(http)
+    return response
+
+
+async def _write(http: web.Request, response: web.StreamResponse, data: bytes) -> None:
+    transport = http.transport
+    if transport is not None and len(data) < UNBOUNDED_WRITE_BYTES and not transport.get_write_buffer_size():
+        await response.write(data)  # cannot wait: what the client does not take at once fits the buffer
+        return
+    try:
+        async with asyncio.timeout(STALL_S):
+            await response.write(data)
+    except TimeoutError:
+        log.warning("%s: the client takes nothing any more and is cut", http[RID])
+        if transport is not None:
+            transport.abort()
+        raise ConnectionError("the client takes nothing any more") from None
