@@ -68,6 +68,8 @@ COMMANDS = (
             example="headrace bench --concurrency 8 --prompt-words 100 --max-tokens 64"),
     Command("bench engine", USING, "the same load in one process, without the services",
             "services.gpu_worker.commands.bench_engine", example="headrace bench engine --concurrency 8"),
+    Command("dead", USING, "list, show and retry requests that workers died of", "services.tools.dead",
+            example="headrace dead list"),
     Command("version", USING, "print the version"),
 )  # fmt: skip
 BY_NAME = {command.name: command for command in COMMANDS}

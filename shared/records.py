@@ -63,6 +63,23 @@ class Deadlines:
     end_by_ms: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class DeadRecord:
+    """A request that workers have died of. fields: sid, reason, deaths, prompt and output (numbers of tokens), worker
+    (the last one)."""
+
+    id: str  # begins with Redis' time in ms
+    fields: dict[str, str]
+
+    @property
+    def sid(self) -> str:
+        return self.fields.get("sid", "")
+
+    @property
+    def at_s(self) -> float:
+        return int(self.id.partition("-")[0]) / 1000
+
+
 class Records:
     def __init__(self, redis: Any, prefix: str) -> None:
         self._redis = redis
@@ -107,6 +124,15 @@ class Records:
         last = -1 if max_chunks is None else first_chunk + max_chunks - 1
         chunks = await self._redis.lrange(f"{self._prefix}s:{sid}:log", first_chunk, last)
         return [decode_as(TokenChunk, data) for data in chunks]
+
+    async def dead(self, count: int) -> list[DeadRecord]:
+        """The last ones that workers have died of, the latest first."""
+        entries = await self._redis.xrevrange(f"{self._prefix}dead", count=count)
+        return [DeadRecord(id.decode(), {k.decode(): v.decode() for k, v in f.items()}) for id, f in entries]
+
+    async def retained_ms(self, rid: str) -> int:
+        """How long the record of a request that has ended can still be read; 0: not any more."""
+        return max(0, int(await self._redis.pttl(f"{self._prefix}r:{rid}")))
 
     async def placed_on(self, worker: str) -> list[str]:
         return sorted(sid.decode() for sid in await self._redis.smembers(f"{self._prefix}on:{worker}"))

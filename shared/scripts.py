@@ -184,9 +184,13 @@ class Scripts:
         """Makes the queue's group, which is there already unless Redis has lost it."""
         await self._run("open_queue")
 
-    async def condemn(self, sid: str, epoch: int, outcome: Outcome, reason: str) -> bool:
+    async def condemn(self, sid: str, epoch: int, outcome: Outcome, reason: str, deaths: int) -> bool:
         """Ends a sequence that workers die of, and keeps it for people in the stream `dead`."""
-        return bool(await self._run("condemn", sid, epoch, encode(outcome), reason))
+        return bool(await self._run("condemn", sid, epoch, encode(outcome), reason, deaths))
+
+    async def retry(self, rid: str, spec: RequestSpec, strikes: int, resume_ms: int) -> str:
+        """ok | exists | gone. Runs a request again as spec.rid, which nobody reads, for at most resume_ms."""
+        return str((await self._run("retry", rid, spec.rid, encode(spec), strikes, resume_ms)).decode())
 
     async def offer(self, sid: str, epoch: int, scheduler: str) -> str:
         """ok | stale (not queued at that epoch) | offered (was, in it) | gone (that scheduler reads no more)."""

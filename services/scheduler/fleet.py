@@ -127,9 +127,8 @@ class Fleet:
 
     async def _condemn(self, sid: str, epoch: int, strikes: int) -> None:
         reason = f"{strikes} workers died while running this request"
-        if await self._scripts.condemn(
-            sid, epoch, Outcome(reason="error", code="poison_request", message=reason), reason
-        ):
+        outcome = Outcome(reason="error", code="poison_request", message=reason)
+        if await self._scripts.condemn(sid, epoch, outcome, reason, strikes):
             log.error("%s ends: %s", sid, reason)
 
     async def _cancel_orphans(self, core: SchedulerCore) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from shared.protocol import Outcome, encode
 from shared.scripts import CommitCode
 from tests.shared.script_rules import RuleBook
-from tests.shared.script_world import CANCELLED, STOP, World, entry
+from tests.shared.script_world import CANCELLED, STOP, World, entry, spec_of
 
 rules = RuleBook()
 LENGTH = Outcome(reason="length")
@@ -136,19 +136,22 @@ async def _(w: World) -> None:
 @rules.rule(
     "a condemned sequence is kept for people",
     "condemn",
-    "redis.call('XADD', P .. 'dead', 'MAXLEN', '~', 1000, '*', 'sid', sid, 'reason', reason)",
+    "redis.call('XADD', P .. 'dead', 'MAXLEN', '~', 1000, '*', 'sid', sid, 'reason', reason, 'deaths', deaths,\n"
+    "  'prompt', f[3], 'output', f[4], 'worker', f[5])",
 )
 async def _(w: World) -> None:
     await w.placed()
-    assert await w.scripts.condemn("r.0", 1, LENGTH, "why")
-    assert await w.stream("dead") == [[(b"sid", b"r.0"), (b"reason", b"why")]]
+    assert await w.scripts.condemn("r.0", 1, LENGTH, "why", 3)
+    dead = await w.records.dead(10)
+    fields = {"sid": "r.0", "reason": "why", "deaths": "3", "prompt": "3", "output": "0", "worker": "w"}
+    assert [(d.sid, d.fields) for d in dead] == [("r.0", fields)] and dead[0].at_s > 1.7e9
     assert (await w.sequence()).outcome == encode(LENGTH) and await w.told() == [b"!r.0"]
 
 
 @rules.rule("a sequence is condemned at exactly that epoch", "condemn", "or f[2] ~= epoch then", "then")
 async def _(w: World) -> None:
     await w.placed()
-    assert not await w.scripts.condemn("r.0", 0, LENGTH, "why")
+    assert not await w.scripts.condemn("r.0", 0, LENGTH, "why", 3)
     assert (await w.sequence()).state == "placed" and not await w.exists("dead")
 
 
@@ -156,8 +159,31 @@ async def _(w: World) -> None:
 async def _(w: World) -> None:
     await w.placed()
     await w.scripts.finish("r.0", STOP)
-    assert not await w.scripts.condemn("r.0", 1, LENGTH, "why")
+    assert not await w.scripts.condemn("r.0", 1, LENGTH, "why", 3)
     assert (await w.sequence()).outcome == encode(STOP)
+
+
+@rules.rule("a retry is another request, which runs from the start", "retry", "'spec', spec, ", "")
+async def _(w: World) -> None:
+    await w.placed("r", 2)
+    await w.commit(entry("r.0", count=2))
+    for i in range(2):
+        assert await w.scripts.condemn(f"r.{i}", 1, CANCELLED, "why", 3)
+    assert await w.scripts.retry("r", spec_of("q", 2), 2, 1000) == "ok"
+    assert await w.scripts.retry("r", spec_of("q", 2), 2, 1000) == "exists"
+    assert await w.queue() == [("q.0", 0), ("q.1", 0)] and await w.redis.ttl(w.key("r:q")) == -1
+    request, record = await w.records.request("q"), await w.sequence("q.1")
+    assert request is not None and request.spec == spec_of("q", 2)
+    assert (record.strikes, record.num_tokens, record.num_prompt_tokens) == (2, 0, 3)
+    assert (await w.sequence("r.0")).state == "done"
+
+
+@rules.rule("a retry has no deadline of long ago", "retry", "'end_by', 0", "'end_by', record['end_by']")
+async def _(w: World) -> None:
+    await w.placed(time_limits={"total_ms": 1})
+    await w.scripts.finish("r.0", STOP)
+    await w.scripts.retry("r", spec_of("q"), 2, 1000)
+    assert dict((await w.stream("requests"))[0])[b"end_by"] == b"0"
 
 
 # --- requeue ---------------------------------------------------------------------------------------------------------

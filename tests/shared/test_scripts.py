@@ -35,7 +35,7 @@ async def whole_life(w: World) -> None:
     assert await w.scripts.finish("r.1", STOP)
     assert await w.scripts.cancel_if(["q.0"], 1, CANCELLED) == 1
     assert await w.scripts.assign("q.1", 0, "w", term, b"admit") == "ok"
-    assert await w.scripts.condemn("q.1", 1, Outcome(reason="error"), "why")
+    assert await w.scripts.condemn("q.1", 1, Outcome(reason="error"), "why", 3)
     assert await w.scripts.drop_lease("run", "w", "s")
     await w.scripts.announce(Event(kind="run", id="w"))
     await w.scripts.gone("worker", "w")
@@ -130,7 +130,7 @@ async def test_models_do_not_meet(redis_url: str) -> None:
         lambda w: w.scripts.requeue("r.0", 1, strikes=1),
         lambda w: w.scripts.finish("r.0", STOP),
         lambda w: w.scripts.cancel_if(["r.0", "r.1"], 1, CANCELLED),
-        lambda w: w.scripts.condemn("r.0", 1, STOP, "why"),
+        lambda w: w.scripts.condemn("r.0", 1, STOP, "why", 3),
         lambda w: w.scripts.plan("run", "w", 1, [b"x"], 5),
         lambda w: w.scripts.drop_lease("run", "w", "s"),
     ],
@@ -196,6 +196,7 @@ async def test_nothing_can_be_attached_after_the_retention_time(redis_url: str) 
         await w.placed(retention_ms=0)
         await w.commit(entry(outcome=END))
         assert await w.scripts.attach("r", "g2") == Attached("gone")
+        assert await w.scripts.retry("r", spec_of("q"), 2, 1000) == "gone"
         assert await w.records.request("r") is None and await w.records.sequence("r.0") is None
         assert await w.commit(entry()) == [(CommitCode.DONE, 0)]
         assert not await w.scripts.requeue("r.0", 1) and not await w.scripts.finish("r.0", STOP)
