@@ -442,12 +442,14 @@ class Report(Message):
     num_steps: int = 0
     tokens_per_second: float = 0.0  # decode speed lately, of the whole batch
     prefill_tokens_per_second: float = 0.0  # at most, as its steps have shown; 0: not known
+    hang_s: float = 0.0  # a step that takes longer never ends; 0: not known
 
     def to_wire(self) -> Any:
         return (
             self.worker, self.term, self.pool_term, [r.to_wire() for r in self.running], self.spare_block_ids,
             [t.to_wire() for t in self.taken], [s.to_wire() for s in self.seals], [e.to_wire() for e in self.ended],
             self.num_steps, float(self.tokens_per_second), float(self.prefill_tokens_per_second),
+            float(self.hang_s),
         )  # fmt: skip
 
     @classmethod
@@ -455,13 +457,13 @@ class Report(Message):
         worker, term, pool_term, running, spare, taken, seals, ended, num_steps, speed = _row(
             fields, str, int, int, list, list, list, list, list, int, float
         )
-        prefill_speed = fields[10] if len(fields) > 10 and type(fields[10]) is float else 0.0
+        prefill_speed, hang_s = (f if type(f) is float else 0.0 for f in (*fields[10:12], 0.0, 0.0)[:2])
         return cls.model_construct(
             worker=worker, term=term, pool_term=pool_term,
             running=tuple(RunningSequence.from_wire(r) for r in running), spare_block_ids=_ints(spare),
             taken=tuple(Taken.from_wire(t) for t in taken), seals=tuple(Seal.from_wire(s) for s in seals),
             ended=tuple(Ended.from_wire(e) for e in ended), num_steps=num_steps, tokens_per_second=speed,
-            prefill_tokens_per_second=prefill_speed,
+            prefill_tokens_per_second=prefill_speed, hang_s=hang_s,
         )  # fmt: skip
 
 

@@ -50,6 +50,7 @@ class EngineLoop:
         self.cost = cost or StepCost()
         self.limit = StepLimit()
         self.num_steps = 0  # that have ended, well or not
+        self.hang_s = 0.0  # of the latest step: one that takes longer never ends
         self.num_drawn = 0
         self.num_prefilled = 0
         self.failure: WorkerFailure | None = None  # what ended the thread, if not `stop`
@@ -135,7 +136,8 @@ class EngineLoop:
     def _begin(self, chunks: Seq[Chunk], num_prefill: int) -> float:
         started = self._clock()
         places = tuple((c.seq.sid, c.seq.epoch) for c in chunks)
-        self._step = _Step(places, started + self.cost.hang_s(num_prefill))
+        self.hang_s = self.cost.hang_s(num_prefill)
+        self._step = _Step(places, started + self.hang_s)
         return started
 
     def _halve(self, chunks: Seq[Chunk]) -> None:

@@ -12,14 +12,23 @@ from shared.protocol import Report, RunningSequence, RunningState, TakeOver
 MAX_STATE_SEAL_BYTES = 256 * 1024  # in a running state; the rest follows in reports
 
 
-def report(running: RunningSet, carried: Carried, *, worker: str, term: int, num_steps: int, cost: StepCost) -> Report:
+def report(
+    running: RunningSet,
+    carried: Carried,
+    *,
+    worker: str,
+    term: int,
+    num_steps: int,
+    cost: StepCost,
+    hang_s: float = 0.0,
+) -> Report:
     """term: of the scheduler that it goes to."""
     return Report.model_construct(
         worker=worker, term=term, pool_term=running.pool_term,
         running=tuple(_row(running, s) for s in running.sequences.values()),
         spare_block_ids=tuple(sorted(running.blocks.spares)), taken=carried.taken, seals=carried.seals,
         ended=carried.ended, num_steps=num_steps, tokens_per_second=cost.tokens_per_second,
-        prefill_tokens_per_second=cost.prefill_tokens_per_second,
+        prefill_tokens_per_second=cost.prefill_tokens_per_second, hang_s=hang_s,
     )  # fmt: skip
 
 

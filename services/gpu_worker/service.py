@@ -249,7 +249,7 @@ class WorkerService:
         carried = running.outbox.carry(running.ledger.unsettled() - commit.closing)
         return carried, report(
             running, carried, worker=life.worker, term=life.run_term, num_steps=self.engine_loop.num_steps,
-            cost=self.engine_loop.cost,
+            cost=self.engine_loop.cost, hang_s=self.engine_loop.hang_s,
         )  # fmt: skip
 
     async def _answer(self, life: Life) -> None:

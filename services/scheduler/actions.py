@@ -74,4 +74,11 @@ class CheckPlaced:
     shown: frozenset[tuple[str, int]]
 
 
-Action = ReadRecord | Call | Plan | Assign | Offer | Requeue | Finish | CheckPlaced
+@dataclass(frozen=True, slots=True)
+class Expel:
+    """End this worker's lease: it is alive, and its engine is not."""
+
+    worker: str
+
+
+Action = ReadRecord | Call | Plan | Assign | Offer | Requeue | Finish | CheckPlaced | Expel

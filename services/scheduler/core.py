@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from services.scheduler.actions import Action, Assign, Call, Offer
+from services.scheduler.actions import Action, Assign, Call, Expel, Offer
 from services.scheduler.batcher import Batcher
 from services.scheduler.matching import Neighbour
 from services.scheduler.outbound import Outbound
@@ -141,6 +141,9 @@ class SchedulerCore:
     def decide(self, now: float) -> list[Action]:
         """Everything to do now, in order; call it after events, and at least every 0.2 s while work is waiting."""
         for view in self.workers.values():
+            if view.is_hung():
+                view.num_standing = 0  # said once
+                self._out.act(Expel(view.worker))
             self._pressure.relieve(view, now)
         self._takeover.advance(now)
         self._batcher.place(now)

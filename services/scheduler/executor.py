@@ -9,7 +9,18 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
-from services.scheduler.actions import Action, Assign, Call, CheckPlaced, Finish, Offer, Plan, ReadRecord, Requeue
+from services.scheduler.actions import (
+    Action,
+    Assign,
+    Call,
+    CheckPlaced,
+    Expel,
+    Finish,
+    Offer,
+    Plan,
+    ReadRecord,
+    Requeue,
+)
 from services.scheduler.core import SchedulerCore
 from shared.protocol import Outcome, ProtocolError, encode, pack_ids, split_sequence_id
 from shared.records import Records
@@ -49,6 +60,10 @@ class Executor:
                 await self._scripts.finish(action.sid, action.outcome, action.epoch)
             case CheckPlaced():
                 await self._check_placed(action, core)
+            case Expel():
+                log.error("%s makes no step any more and is given up", action.worker)
+                await self._scripts.gone("worker", action.worker)
+                core.lose_worker(action.worker)
 
     async def _read_record(self, action: ReadRecord, core: SchedulerCore) -> None:
         rid, _ = split_sequence_id(action.sid)

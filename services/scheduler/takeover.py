@@ -99,6 +99,7 @@ class Takeover:
             known = view.running.get(r.sid)
             if known is not None and known.epoch == r.epoch:
                 known.num_tokens, known.starved = r.num_tokens, r.starved
+        view.note_steps(report.num_steps, report.hang_s, now)
         _count_seals(view, report.seals)
         released = []
         for e in report.ended:

@@ -16,6 +16,8 @@ from shared.protocol import MAX_MESSAGE_BYTES, Member
 
 SPARE_SECONDS = 2.0  # the spare grant lasts this long at the worker's measured speed
 SILENCE_S = 0.4  # a worker with sequences reports every 0.1 s: after this its lease is looked at, not later
+HANG_SLACK_S = 0.7
+MIN_STANDING = 20  # reports that say the same; a scheduler that was stopped reads only a few old ones
 MAX_SPARE_SHARE = 0.05  # of the pool, but never less than one block a running sequence
 MAX_TOKENS = MAX_MESSAGE_BYTES // 4 - 256  # whose ids fit into one call to a store
 
@@ -52,6 +54,10 @@ class WorkerView:
     ending_calls: set[int] = field(default_factory=set)  # calls under way that tell the store of ended sequences
     starved_since: float = math.inf
     handing_over: bool = False
+    num_steps: int = -1  # as last reported
+    stepped_at: float = math.inf  # when that changed, or when it had nothing to step
+    num_standing: int = 0  # reports since then
+    hang_s: float = 0.0  # as last reported
     tokens_per_second: float = 0.0
 
     @property
@@ -103,6 +109,19 @@ class WorkerView:
     def is_silent(self, now: float) -> bool:
         """Has it sequences, and has it said nothing for longer than a worker that is alive would?"""
         return bool(self.running) and now - self.heard_at > SILENCE_S
+
+    def note_steps(self, num_steps: int, hang_s: float, now: float) -> None:
+        """What a report says of the engine; what it runs is known already."""
+        self.hang_s = hang_s
+        if num_steps != self.num_steps or all(r.starved for r in self.running.values()):
+            self.num_steps, self.stepped_at, self.num_standing = num_steps, now, 0
+        else:
+            self.num_standing += 1
+
+    def is_hung(self) -> bool:
+        """Does it report, again and again, the step that should have ended? It gives itself up earlier, if it can."""
+        standing_s = self.heard_at - self.stepped_at
+        return self.num_standing >= MIN_STANDING and self.hang_s > 0 and standing_s > self.hang_s + HANG_SLACK_S
 
     def set_free(self, num_free: int) -> None:
         """The store said how many blocks are free or evictable; more than at the last refusal ends the refusal."""

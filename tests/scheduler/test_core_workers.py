@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from services.scheduler.actions import Assign, CheckPlaced, Finish, Plan, Requeue
+from services.scheduler.actions import Assign, CheckPlaced, Expel, Finish, Plan, Requeue
 from services.scheduler.cache_client import REPEAT_AFTER_S
 from services.scheduler.pressure import STARVED_TIMEOUT_S
 from services.scheduler.takeover import ASK_AGAIN_S
@@ -17,6 +17,7 @@ from shared.protocol import (
     Reclaim,
     Reconcile,
     Remap,
+    Report,
     Seal,
     Taken,
     TakeOver,
@@ -578,3 +579,19 @@ def test_what_gave_way_can_come_back() -> None:
     (ensure,) = calls(h.until_quiet(), Ensure)
     assert (ensure.sid, ensure.epoch, ensure.keep_free) == ("b.0", 2, 1)
     assert isinstance(h.give(ensure), Assign)
+
+
+def test_a_worker_whose_engine_stands_still_is_given_up_once() -> None:
+    h = Hand()
+    h.run("r.0")
+    for _ in range(70):
+        h.now += 0.1
+        report = Report(
+            worker="w", term=3, pool_term=5, running=(row("r.0"),), num_steps=9, hang_s=5.0, tokens_per_second=1.0
+        )
+        h.core.on_message(report, h.now)
+        if expelled := only(h.until_quiet(), Expel):
+            break
+    assert expelled == [Expel("w")]
+    h.core.lose_worker("w")
+    assert only(h.until_quiet(), Expel) == []

@@ -10,9 +10,9 @@ from services.scheduler import fleet as fleet_module
 from services.scheduler.fleet import ORPHAN_GRACE_S, STALL_S
 from services.scheduler.service import SchedulerService
 from shared.leases import IDLE_LEASE_MS
-from shared.protocol import Outcome, decode_as
+from shared.protocol import Outcome, Report, RunningSequence, decode_as, encode
 from tests.scheduler.pipeline import FakeStore, FakeWorker, Pipeline, pipeline_at
-from tests.shared.script_world import World
+from tests.shared.script_world import World, entry
 
 LEASE_S = IDLE_LEASE_MS / 1000
 
@@ -110,6 +110,23 @@ async def test_what_workers_die_of_ends(redis_url: str) -> None:
         assert (end.reason, end.code) == ("error", "poison_request") and "3 workers" in end.message
         assert [dict(f)[b"sid"].decode() for f in await p.w.stream("dead")] == [suspect]
         assert (await p.w.told())[-1] == b"!" + suspect.encode() and (await p.w.sequence(other)).strikes == 2
+
+
+async def test_a_worker_whose_engine_stands_still_loses_its_lease(redis_url: str) -> None:
+    """Though it reports regularly. What it commits later is refused as a whole."""
+    async with pipeline_at(redis_url) as p:
+        service = await running(p, "a")
+        row = RunningSequence(sid="a.0", epoch=1, num_tokens=4, num_computed=3)
+        for _ in range(65):
+            p.clock.now += 0.1
+            report = Report(worker="w", term=p.worker.term, pool_term=1, running=(row,), num_steps=9, hang_s=5.0)
+            await p.w.scripts.send("inbox:s", encode(report))
+            await service.read_inbox(0)
+        await p.settle()
+        await service.scan()
+        record = await p.w.sequence("a.0")
+        assert (record.state, record.epoch, record.strikes) == ("queued", 1, 1)
+        assert await p.w.commit(entry("a.0", 1, count=1)) is None
 
 
 async def test_how_many_deaths_end_it_can_be_chosen(redis_url: str) -> None:

@@ -40,7 +40,7 @@ EXAMPLES: tuple[p.Message, ...] = (
     p.ListInventory(pool_term=4, reply_to="cache:c-1"),
     p.Report(
         worker="w-1", term=3, pool_term=4, running=(ROW,), spare_block_ids=(12,), taken=(TAKEN,), seals=(SEAL,),
-        ended=(ENDED,), num_steps=8, tokens_per_second=99.5,
+        ended=(ENDED,), num_steps=8, tokens_per_second=99.5, hang_s=5.0,
         prefill_tokens_per_second=2000.5,
     ),
     p.RunningState(worker="w-1", term=3, pool_term=4, running=(ROW,), spare_block_ids=(12,), seals=(SEAL,), ask=2),
