@@ -26,7 +26,7 @@ MODEL = "tiny"
 
 class LossyScripts(Scripts):
     """Loses the replies of the scripts named in `lose`, after they have run, once each; then those in `refuse` are
-    answered by a server that is full, without running. `calls` counts all."""
+    answered by a server that is full, without running. `calls` counts all; `pause` holds one back, `late` its reply."""
 
     def __init__(self, redis: Any, model: str) -> None:
         super().__init__(redis, model)
@@ -34,6 +34,7 @@ class LossyScripts(Scripts):
         self.refuse: list[str] = []
         self.calls: list[str] = []
         self.pause: dict[str, asyncio.Event] = {}
+        self.late: dict[str, asyncio.Event] = {}
 
     async def _run(self, name: str, *args: Any) -> Any:
         self.calls.append(name)
@@ -43,6 +44,8 @@ class LossyScripts(Scripts):
             self.refuse.remove(name)
             raise OutOfMemoryError("command not allowed when used memory > 'maxmemory'")
         reply = await super()._run(name, *args)
+        if name in self.late:
+            await self.late[name].wait()
         if name in self.lose:
             self.lose.remove(name)
             raise ConnectionError("the reply was lost")

@@ -28,6 +28,7 @@ PIECES = [b"a", b"b", b" c", b"ab", b"\n", "é".encode(), b"\xf0\x9f", b"\xa6", 
 TOKENIZER = tiny_tokenizer(PIECES, ["<s>", "<e>"], bos="<s>")
 EOS = len(PIECES) + 1
 METRICS = GatewayMetrics()
+STOPS = st.text("ab c\n<", min_size=1, max_size=3) | st.sampled_from(["é", "🦊", "<e>"])
 
 
 @dataclass(frozen=True)
@@ -149,7 +150,7 @@ def calls(draw: st.DrawFn) -> Call:
     num_choices = draw(st.integers(1, 3))
     text = TextParams(
         api=api, stream=True, include_usage=draw(st.booleans()), created=1,
-        stop=draw(st.lists(st.text("ab c\n<", min_size=1, max_size=3) | st.sampled_from(["é", "🦊", "<e>"]), max_size=2)),
+        stop=draw(st.lists(STOPS, max_size=2)),
         include_stop_str_in_output=draw(st.booleans()), skip_special_tokens=draw(st.booleans()),
         echo=api == "completions" and draw(st.booleans()),
     )  # fmt: skip
