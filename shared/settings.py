@@ -192,7 +192,11 @@ class ServeSettings(Section):
 
 class ClientSettings(Section):
     TITLE = "chat and bench"
-    url: str = _setting("http://127.0.0.1:8000", "address of the gateway", pattern=r"^https?://[^/\s]+")
+    url: str = _setting(
+        "http://127.0.0.1:8000",
+        "address of the gateway; for chat also several, with commas between: it goes on at another when one is lost",
+        pattern=r"^https?://[^/\s]+",
+    )
     api_key: str = _setting("", "API key to send", secret=True)
 
 

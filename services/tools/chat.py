@@ -1,7 +1,7 @@
 """`headrace chat`: a conversation in the terminal with any OpenAI-style server; answers appear as they are made.
 
 Keeps the history and sends all of it each time. Ctrl-C ends an answer, which then stays in the history as far as it
-got; at the prompt it leaves.
+got; at the prompt it leaves. An answer goes on when a gateway dies (`client.py`).
 """
 
 from __future__ import annotations
@@ -9,25 +9,17 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import json
 import sys
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import aiohttp
-
+from services.tools.client import AnswerError, StreamClient
 from shared.logs import escape
 from shared.options import add_options, given
 from shared.settings import ClientSettings, SettingsError, current_environ, load
 
-CONNECT_TIMEOUT_S = 10.0
-MAX_EVENT_BYTES = 1 << 20
 HELP = "Type a message. /reset forgets the conversation, /exit or Ctrl-D leaves, Ctrl-C ends an answer.\n"
-
-
-class ChatError(Exception):
-    """Why there is no answer; one sentence for people."""
 
 
 @dataclass
@@ -44,72 +36,20 @@ class Conversation:
         self.messages.append({"role": role, "content": content})
 
 
-async def events(content: aiohttp.StreamReader) -> AsyncIterator[Any]:
-    """The JSON values of a stream of server-sent events, up to `[DONE]`; ChatError for one that tells an error."""
-    async for line in content:
-        if not line.startswith(b"data:"):
-            continue
-        data = line.removeprefix(b"data:").strip()
-        if data == b"[DONE]":
-            return
-        event = json.loads(data)
-        if "error" in event:
-            raise ChatError(error_text(event, "the answer broke off"))
-        yield event
-    raise ChatError("the connection was lost in the middle of the answer")
+async def first_model(client: StreamClient) -> str:
+    models = (await client.get("/v1/models"))["data"]
+    if not models:
+        raise AnswerError("the server serves no model")
+    return str(models[0]["id"])
 
 
-def error_text(body: Any, default: str) -> str:
-    """The message of an error body in OpenAI's shape."""
-    with contextlib.suppress(KeyError, TypeError):
-        return str(body["error"]["message"])
-    return default
-
-
-class Client:
-    """Requests to one server. Used from one event loop, between `open` and `close`."""
-
-    def __init__(self, settings: ClientSettings) -> None:
-        self._url = settings.url.rstrip("/")
-        self._headers = {"Authorization": f"Bearer {settings.api_key}"} if settings.api_key else {}
-        self._session: aiohttp.ClientSession | None = None
-
-    async def open(self) -> None:
-        timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S)
-        self._session = aiohttp.ClientSession(headers=self._headers, timeout=timeout, read_bufsize=MAX_EVENT_BYTES)
-
-    async def close(self) -> None:
-        if self._session:
-            await self._session.close()
-
-    async def first_model(self) -> str:
-        async with self._call("GET", "/v1/models") as response:
-            models = (await response.json())["data"]
-        if not models:
-            raise ChatError(f"{self._url} serves no model")
-        return str(models[0]["id"])
-
-    async def answer(self, body: dict[str, Any], show: Callable[[str], None]) -> None:
-        """Shows each piece of the answer's text as it comes."""
-        async with self._call("POST", "/v1/chat/completions", json=body | {"stream": True}) as response:
-            async for event in events(response.content):
-                for choice in event.get("choices", ()):
-                    if text := choice["delta"].get("content"):
-                        show(text)
-
-    @contextlib.asynccontextmanager
-    async def _call(self, method: str, path: str, **kwargs: Any) -> AsyncIterator[aiohttp.ClientResponse]:
-        assert self._session
-        try:
-            async with self._session.request(method, self._url + path, **kwargs) as response:
-                if response.status != 200:
-                    body = await response.json() if response.content_type == "application/json" else None
-                    raise ChatError(error_text(body, f"the server answered {response.status} {response.reason}"))
-                yield response
-        except aiohttp.ClientConnectorError as e:
-            raise ChatError(f"nothing answers at {self._url}; is `headrace serve` running?") from e
-        except (aiohttp.ClientError, TimeoutError, ValueError) as e:
-            raise ChatError(f"the server's answer cannot be read: {e or type(e).__name__}") from e
+async def answer(client: StreamClient, body: dict[str, Any], show: Callable[[str], None]) -> None:
+    """Shows each piece of the answer's text as it comes."""
+    async with contextlib.aclosing(client.stream("/v1/chat/completions", body)) as events:
+        async for event in events:
+            for choice in event.get("choices", ()):
+                if text := choice["delta"].get("content"):
+                    show(text)
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -137,9 +77,9 @@ def show_text(text: str) -> None:
     sys.stdout.flush()
 
 
-def converse(runner: asyncio.Runner, client: Client, options: argparse.Namespace) -> None:
+def converse(runner: asyncio.Runner, client: StreamClient, options: argparse.Namespace) -> None:
     """Reads messages until the end of input; the loop runs only while an answer comes, so Ctrl-C is plain."""
-    model = options.model or runner.run(client.first_model())
+    model = options.model or runner.run(first_model(client))
     conversation = Conversation(options.system)
     conversation.reset()
     sys.stdout.write(f"{escape(model)}. {HELP}")
@@ -161,7 +101,7 @@ def _read_line() -> str | None:
         return None
 
 
-def _answer(runner: asyncio.Runner, client: Client, body: dict[str, Any], conversation: Conversation) -> None:
+def _answer(runner: asyncio.Runner, client: StreamClient, body: dict[str, Any], conversation: Conversation) -> None:
     pieces: list[str] = []
 
     def show(text: str) -> None:
@@ -169,10 +109,10 @@ def _answer(runner: asyncio.Runner, client: Client, body: dict[str, Any], conver
         show_text(text)
 
     try:
-        runner.run(client.answer(body, show))
+        runner.run(answer(client, body, show))
     except KeyboardInterrupt:
         sys.stdout.write(" [ended]")
-    except ChatError as e:
+    except AnswerError as e:
         sys.stdout.write(f"[{escape(str(e))}]")
     sys.stdout.write("\n")
     if pieces:
@@ -184,14 +124,15 @@ def _answer(runner: asyncio.Runner, client: Client, body: dict[str, Any], conver
 def main(argv: Sequence[str] | None = None) -> int:
     options = parse(argv)
     try:
-        client = Client(load(ClientSettings, current_environ() | given(options, [ClientSettings])))
+        settings = load(ClientSettings, current_environ() | given(options, [ClientSettings]))
+        client = StreamClient(settings.url.split(","), settings.api_key)
         with asyncio.Runner() as runner:
-            runner.run(client.open())
+            runner.run(client.__aenter__())
             try:
                 converse(runner, client, options)
             finally:
-                runner.run(client.close())
-    except (SettingsError, ChatError) as e:
+                runner.run(client.__aexit__())
+    except (SettingsError, AnswerError) as e:
         sys.stderr.write(f"headrace chat: {e}\n")
         return 1
     except KeyboardInterrupt:
