@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import Annotated, Any, ClassVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, GetJsonSchemaHandler, WithJsonSchema
+from pydantic.config import JsonDict
 
 from services.gateway.chat_messages import MESSAGE_SCHEMA
 from shared.protocol import MAX_CHOICES
@@ -66,6 +67,11 @@ _BIASES = {
         {"type": "null"},
     ]
 }
+
+
+def _only(given: str, other: str) -> JsonDict:
+    """In words of JSON Schema: the one field and not the other."""
+    return {"properties": {given: {"not": {"type": "null"}}, other: {"type": "null"}}, "required": [given]}
 
 
 class Request(BaseModel):
@@ -198,6 +204,7 @@ class TokenizeRequest(Request):
         "continue_final_message": (False,),
         "mm_processor_kwargs": (),
     }
+    model_config = ConfigDict(json_schema_extra={"oneOf": [_only("prompt", "messages"), _only("messages", "prompt")]})
     prompt: str | None = None
     messages: Messages | None = None
     add_special_tokens: bool | None = None

@@ -150,9 +150,19 @@ def _success(route: Route, references: dict[Any, Json]) -> Json:
     else:
         content = {"application/json": {"schema": references[route.answer]}}
     if route.events:
-        said = "server-sent events, each with a value of this schema, at last [DONE]; an error ends it as an Error"
-        content[EVENT_STREAM] = {"schema": {"type": "string", "description": said}, "x-event": references[route.events]}
+        content[EVENT_STREAM] = {"schema": _event(references[route.events])}
     return {"description": "what was asked for", "content": content, "headers": _HEADERS}
+
+
+def _event(data: Json) -> Json:
+    said = "Each has such a value, the last says [DONE]. One with an Error is the end of a stream that could not go on."
+    value = {"type": "string", "contentMediaType": "application/json", "contentSchema": data}
+    return {
+        "type": "object",
+        "description": said,
+        "properties": {"id": {"type": "string"}, "data": {"anyOf": [value, {"const": "[DONE]"}]}},
+        "required": ["data"],
+    }
 
 
 def _statuses(route: Route, needs_key: bool) -> list[int]:

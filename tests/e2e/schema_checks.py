@@ -1,0 +1,45 @@
+"""What is checked of each of schemathesis' cases besides its own checks; it loads this file by itself."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import schemathesis
+
+# Fields with rules that a schema cannot say: they depend on the model, or on another field.
+FURTHER_RULES = {
+    "/v1/chat/completions": {
+        "messages", "logit_bias", "min_tokens", "n", "stop_token_ids", "stream_options", "top_logprobs",
+    },
+    "/v1/completions": {
+        "prompt", "best_of", "logit_bias", "logprobs", "min_tokens", "n", "stop_token_ids", "stream_options",
+    },
+    "/tokenize": {"prompt", "messages"},
+    "/detokenize": {"tokens"},
+}  # fmt: skip
+
+
+@schemathesis.check
+def what_the_schema_allows_is_refused_only_by_further_rules(ctx: Any, response: Any, case: Any) -> None:
+    if response.status_code != 400 or case.meta is None or not case.meta.generation.mode.is_positive:
+        return
+    error = response.json()["error"]
+    field = (error["param"] or "").split(".")[0].split("[")[0]
+    if field not in FURTHER_RULES.get(case.operation.path, ()):
+        raise AssertionError(f"valid by the schema, and refused: {error}")
+
+
+@schemathesis.check
+def a_refusal_names_a_field_of_the_request(ctx: Any, response: Any, case: Any) -> None:
+    """Or none, where the body as such is wrong."""
+    if response.status_code != 400 or not isinstance(case.body, dict):
+        return
+    error = response.json()["error"]
+    field = (error["param"] or "").split(".")[0].split("[")[0]
+    known = case.operation.definition.raw
+    if field and field not in case.body and field not in _required(known, case):
+        raise AssertionError(f"{error} names a field that was not sent")
+
+
+def _required(_: Any, case: Any) -> set[str]:
+    return {"prompt", "messages", "tokens"} & FURTHER_RULES.get(case.operation.path, set())
