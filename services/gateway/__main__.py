@@ -6,6 +6,7 @@ import logging
 import sys
 
 from services.gateway import byte_tokenizer, chat_template
+from services.gateway.http_server import UnsafeParser, check_parser
 from services.gateway.service import CannotListen, GatewayService
 from services.gateway.tokenization import Tokenizer, TokenizerError
 from shared import bootstrap, bus, model_source
@@ -27,8 +28,9 @@ def load_tokenizer(common: CommonSettings) -> Tokenizer:
 
 async def serve(stop: Stop, common: CommonSettings, own: GatewaySettings) -> int:
     try:
+        check_parser()
         tokenizer = load_tokenizer(common)
-    except (model_source.ModelSourceError, TokenizerError, chat_template.ChatTemplateError) as e:
+    except (UnsafeParser, model_source.ModelSourceError, TokenizerError, chat_template.ChatTemplateError) as e:
         log.error("%s", e)
         return EXIT_CONFIG
     redis = bus.connect(common.redis_url)

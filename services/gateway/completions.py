@@ -13,7 +13,6 @@ from aiohttp import web
 from services.gateway import answer, resuming
 from services.gateway.admitting import Repeated
 from services.gateway.auth import OWNER
-from services.gateway.body import read_body
 from services.gateway.generation import Caller, Generation
 from services.gateway.intake import Intake
 from services.gateway.middleware import CLIENT_ID, RID
@@ -39,10 +38,11 @@ class CompletionRoutes:
         self, http: web.Request, cls: type[ChatCompletionRequest] | type[CompletionRequest]
     ) -> web.StreamResponse:
         started = asyncio.get_running_loop().time()
-        body = await read_body(http, self.state.settings.max_body_bytes)
-        self.state.check_open()
-        request, prompts = await self.intake.generation(cls, body)
-        caller = await self._caller(http, body, request)
+        async with self.state.bodies.read(http) as body:
+            self.state.check_open()
+            request, prompts = await self.intake.generation(cls, body)
+            caller = await self._caller(http, body, request)
+        del body  # as large as it may be, and the answer may take long
         generation = Generation(
             self.state.inflight, self.state.metrics, self.intake.tokenizer, prompts, rid=http[RID], caller=caller,
             timeout_s=self.state.settings.request_timeout_s, started=started,

@@ -11,6 +11,7 @@ import logging
 import socket
 from typing import Any
 
+import aiohttp.http_parser
 from aiohttp import web
 from aiohttp.web_protocol import RequestHandler
 
@@ -24,6 +25,16 @@ SEND_BUFFER_BYTES = 128 * 1024  # what the kernel holds for a client that does n
 MAX_HEADER_BYTES = 8190
 MAX_HEADERS = 100
 SERVER_NAME = "headrace"
+
+
+class UnsafeParser(Exception):
+    """aiohttp would read requests in Python; one sentence for the operator."""
+
+
+def check_parser() -> None:
+    """UnsafeParser unless requests are read by llhttp: the parser in Python has let requests be smuggled."""
+    if aiohttp.http_parser.HttpRequestParser is aiohttp.http_parser.HttpRequestParserPy:
+        raise UnsafeParser("aiohttp has no HTTP parser in C here: unset AIOHTTP_NO_EXTENSIONS, or install its wheel")
 
 
 class _Connection(RequestHandler):

@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 from services.gateway.errors import BadRequest
 
 MAX_DEPTH = 64
+MAX_CONTAINERS = 1 << 16  # lists and objects; one takes 100 bytes of memory and 2 of the text
 MAX_NUMBER_CHARS = 64
 MAX_SHOWN_KEY_CHARS = 64
 
@@ -32,8 +33,11 @@ def loads(body: bytes) -> Any:
         text = body.decode("utf-8")
     except UnicodeDecodeError as e:
         raise BadRequest(f"the body is not valid UTF-8 (byte {e.start})") from None
-    if depth(body) > MAX_DEPTH:
+    brackets = _brackets(body)
+    if depth(brackets) > MAX_DEPTH:
         raise BadRequest(f"the body is nested deeper than {MAX_DEPTH} levels")
+    if len(brackets) > 2 * MAX_CONTAINERS:
+        raise BadRequest(f"the body has more than {MAX_CONTAINERS} lists and objects")
     try:
         value = _DECODER.decode(text)
     except json.JSONDecodeError as e:
@@ -45,12 +49,16 @@ def loads(body: bytes) -> Any:
     return value
 
 
-def depth(body: bytes) -> int:
-    """The deepest nesting of brackets outside strings; no recursion, linear, also for text that is not JSON."""
-    if body.count(b"[") + body.count(b"{") <= MAX_DEPTH:
-        return 0  # cannot be deeper, and this is nearly every request
-    brackets = _STRING.sub(b"", body).translate(None, _NOT_BRACKETS)
+def depth(brackets: bytes) -> int:
+    """The deepest nesting; no recursion, linear, also for brackets that do not match."""
     return max(accumulate(map(_STEP.__getitem__, brackets)), default=0)
+
+
+def _brackets(body: bytes) -> bytes:
+    """Those outside of strings, in order, also of a text that is not JSON."""
+    if body.count(b"[") + body.count(b"{") <= MAX_DEPTH:
+        return b""  # neither too many nor too deep, and this is nearly every request
+    return _STRING.sub(b"", body).translate(None, _NOT_BRACKETS)
 
 
 def shown(text: str) -> str:

@@ -14,7 +14,6 @@ from typing import Any
 from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST
 
-from services.gateway.body import read_body
 from services.gateway.errors import model_not_found
 from services.gateway.http_server import json_response
 from services.gateway.intake import Intake
@@ -60,17 +59,17 @@ class PageRoutes:
         return max(lengths) if lengths else self.intake.tokenizer.max_model_len
 
     async def tokenize(self, http: web.Request) -> web.Response:
-        request, ids = await self.intake.tokenize(await self._body(http))
+        async with self.state.bodies.read(http) as body:
+            request, ids = await self.intake.tokenize(body)
         texts = [self.intake.tokenizer.token_text(i) for i in ids] if request.return_token_strs else None
         return json_response(
             {"count": len(ids), "max_model_len": self._max_model_len(), "tokens": ids, "token_strs": texts}
         )
 
     async def detokenize(self, http: web.Request) -> web.Response:
-        return json_response({"prompt": await self.intake.detokenize(await self._body(http))})
-
-    async def _body(self, http: web.Request) -> bytes:
-        return await read_body(http, self.state.settings.max_body_bytes)
+        async with self.state.bodies.read(http) as body:
+            text = await self.intake.detokenize(body)
+        return json_response({"prompt": text})
 
     # --- state -----------------------------------------------------------------------------------------------------
 

@@ -17,6 +17,7 @@ from aiohttp import web
 from redis.asyncio import Redis
 
 from services.gateway.app import make_app
+from services.gateway.body import Bodies
 from services.gateway.completions import CompletionRoutes
 from services.gateway.fleet import Fleet
 from services.gateway.http_server import Runner
@@ -61,6 +62,7 @@ class GatewayService:
             max_tokens=own.max_queued_tokens, retention_ms=int(common.retention_s * 1000),
         )  # fmt: skip
         self.fleet = Fleet(redis, records, self._scripts.prefix)
+        self.bodies = Bodies(own.max_body_bytes)
         self.metrics = GatewayMetrics()
         self._intake = Intake(tokenizer, common.served_name, self.fleet, own.max_num_choices)
         self.listening = asyncio.Event()
@@ -70,8 +72,9 @@ class GatewayService:
         """Serves until stop; CannotListen when the address is not to be had."""
         secret = await self._secret()
         state = GatewayState(
-            self._own, self._common.served_name, secret, self.inflight, self.fleet, self.metrics, RequestIds(secret)
-        )
+            self._own, self._common.served_name, secret, self.inflight, self.fleet, self.metrics, RequestIds(secret),
+            self.bodies,
+        )  # fmt: skip
         pages = PageRoutes(state, self._intake, self.render_metrics, int(time.time()))
         streams = StreamRoutes(state, self._intake.tokenizer)
         self.app = make_app(state, CompletionRoutes(state, self._intake, streams), streams, pages)

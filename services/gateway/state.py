@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from services.gateway.admission import unavailable
+from services.gateway.body import Bodies
 from services.gateway.fleet import Fleet
 from services.gateway.inflight import Inflight
 from services.gateway.metrics_defs import GatewayMetrics
@@ -23,6 +24,7 @@ class GatewayState:
     fleet: Fleet
     metrics: GatewayMetrics
     ids: RequestIds
+    bodies: Bodies
     draining: bool = False
 
     def check_open(self) -> None:

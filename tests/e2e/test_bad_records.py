@@ -38,25 +38,37 @@ OUT_OF_RANGE: dict[str, list[Any]] = {
 }  # fmt: skip
 
 
+class Forger(Scripts):
+    """Admits what `forged` says instead of what it is asked to: number of prompt tokens, prompt, spec."""
+
+    forged: tuple[int, bytes, bytes]
+
+    async def _run(self, name: str, *args: Any) -> Any:
+        return await super()._run(name, *args[:-3], *self.forged)
+
+
 @pytest.fixture
-async def scripts(shared_stack: Stack) -> AsyncIterator[Scripts]:
+async def scripts(shared_stack: Stack) -> AsyncIterator[Forger]:
     redis = connect_redis(shared_stack.redis_url)
-    yield Scripts(redis, shared_stack.served_name)
+    yield Forger(redis, shared_stack.served_name)
     await redis.aclose()
+
+
+def whole(rid: str, num_prompt_tokens: int = 3) -> RequestSpec:
+    return RequestSpec(
+        rid=rid, num_choices=1, num_prompt_tokens=num_prompt_tokens, salt=bytes(32),
+        sampling=SamplingParams(max_tokens=8, seed=1), text=TextParams(api="completions"),
+    )  # fmt: skip
 
 
 def spec(rid: str, num_prompt_tokens: int = 3, **sampling: Any) -> bytes:
     """A spec as an older or a broken gateway may write it: what is not right is put into its message."""
-    whole = RequestSpec(
-        rid=rid, num_choices=1, num_prompt_tokens=num_prompt_tokens, salt=bytes(32),
-        sampling=SamplingParams(max_tokens=8, seed=1), text=TextParams(api="completions"),
-    )  # fmt: skip
-    tag, fields = msgpack.unpackb(encode(whole), strict_map_key=False)
+    tag, fields = msgpack.unpackb(encode(whole(rid, num_prompt_tokens)), strict_map_key=False)
     return msgpack.packb([tag, fields | {"sampling": fields["sampling"] | sampling}])  # type: ignore[no-any-return]
 
 
 class Records:
-    def __init__(self, scripts: Scripts, stack: Stack) -> None:
+    def __init__(self, scripts: Forger, stack: Stack) -> None:
         self.scripts = scripts
         self.state = stack.state
         self.gateway = stack.state.alive("gateway")[0]
@@ -64,9 +76,12 @@ class Records:
     async def admit(self, data: bytes, prompt: bytes = PROMPT, num_prompt_tokens: int = 3, rid: str = "") -> str:
         """The sequence that stands in the queue from now on."""
         rid = rid or secrets.token_hex(16)
-        await self.scripts._run(
-            "admit", rid, 1, prompt, data, self.gateway, num_prompt_tokens, 0, "", 1 << 20, 1 << 30, 60_000
-        )
+        self.scripts.forged = (num_prompt_tokens, prompt, data)
+        admission = await self.scripts.admit(
+            [(whole(rid), PROMPT)], gateway=self.gateway, owner="", priority=0, max_requests=1 << 20,
+            max_tokens=1 << 30, retention_ms=60_000,
+        )  # fmt: skip
+        assert admission.status == "ok"
         return f"{rid}.0"
 
     async def outcome(self, sid: str) -> tuple[str, str]:
@@ -81,7 +96,7 @@ class Records:
 
 
 async def test_parameters_out_of_range(
-    scripts: Scripts, shared_stack: Stack, client: Client, undisturbed: list[Answer]
+    scripts: Forger, shared_stack: Stack, client: Client, undisturbed: list[Answer]
 ) -> None:
     records = Records(scripts, shared_stack)
     shared_stack.allowed.append("cannot be read")
@@ -114,7 +129,7 @@ async def test_parameters_out_of_range(
     ids=lambda value: str(len(value)) if isinstance(value, bytes) else str(value),
 )
 async def test_prompts_that_are_not_what_their_record_says(
-    scripts: Scripts, shared_stack: Stack, client: Client, undisturbed: list[Answer], prompt: bytes, said: int
+    scripts: Forger, shared_stack: Stack, client: Client, undisturbed: list[Answer], prompt: bytes, said: int
 ) -> None:
     records = Records(scripts, shared_stack)
     shared_stack.allowed.append("cannot be read")
@@ -133,7 +148,7 @@ async def test_prompts_that_are_not_what_their_record_says(
     ids=["empty", "zero", "noise", "no fields", "another message", "deep", "tag", "pickle"],
 )  # fmt: skip
 async def test_specs_that_are_no_message(
-    scripts: Scripts, shared_stack: Stack, client: Client, undisturbed: list[Answer], data: bytes
+    scripts: Forger, shared_stack: Stack, client: Client, undisturbed: list[Answer], data: bytes
 ) -> None:
     records = Records(scripts, shared_stack)
     shared_stack.allowed.append("cannot be read")

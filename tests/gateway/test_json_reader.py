@@ -54,6 +54,14 @@ def test_refuses(body: bytes, message: str) -> None:
     assert e.value.status == 400
 
 
+@pytest.mark.parametrize("item", [b"[]", b"{}", b'{"a":1}'])
+def test_refuses_more_lists_and_objects_than_memory_is_meant_for(item: bytes) -> None:
+    most = json_reader.MAX_CONTAINERS - 1
+    assert len(json_reader.loads(b"[" + b",".join([item] * most) + b"]")) == most
+    with pytest.raises(BadRequest, match="more than 65536 lists and objects"):
+        json_reader.loads(b"[" + b",".join([item] * (most + 1)) + b"]")
+
+
 def test_accepts_the_greatest_depth_and_brackets_in_strings() -> None:
     json_reader.loads(b"[" * 64 + b"]" * 64)
     text = '[[{"\\"\\\\' * 50

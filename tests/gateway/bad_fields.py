@@ -14,6 +14,18 @@ import jsonschema_rs
 
 Json = dict[str, Any]
 
+# Fields with rules that a schema cannot say: they depend on the model, or on another field.
+FURTHER_RULES = {
+    "/v1/chat/completions": {
+        "messages", "logit_bias", "min_tokens", "n", "stop_token_ids", "stream_options", "top_logprobs",
+    },
+    "/v1/completions": {
+        "prompt", "best_of", "logit_bias", "logprobs", "min_tokens", "n", "stop_token_ids", "stream_options",
+    },
+    "/tokenize": {"prompt", "messages"},
+    "/detokenize": {"tokens"},
+}  # fmt: skip
+
 HUGE = "x" * 100_000
 MISSING = object()
 
@@ -62,6 +74,19 @@ def cases(document: Json) -> Iterator[Case]:
         if "requestBody" in operation:
             schema = operation["requestBody"]["content"]["application/json"]["schema"]
             yield from _of_route(document, path, _resolved(document, schema))
+
+
+def check_verdict(case: Case, status: int, error: Json | None) -> None:
+    """Taken only if the schema allows it; refused with the field's name, and if allowed only by a further rule."""
+    if error is None:
+        assert status == 200 and case.allowed, f"{case}: refused by the schema, and taken"
+        return
+    assert status in (400, 404), f"{case}: {status} {error}"
+    named = (error["param"] or "").split(".")[0].split("[")[0]
+    assert named == case.field or {named, case.field} == set(ONE_OF) or (not named and not case.readable), (
+        f"{case}: {error}"
+    )
+    assert not case.allowed or status == 404 or case.field in FURTHER_RULES[case.path], f"{case} is allowed: {error}"
 
 
 def _of_route(document: Json, path: str, schema: Json) -> Iterator[Case]:
