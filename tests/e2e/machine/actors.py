@@ -22,7 +22,7 @@ from shared.protocol import MemberKind
 from shared.records import Records
 from shared.scripts import Scripts
 from tests.e2e.machine.clients import Client
-from tests.e2e.machine.wire import Command, Fault, Step, WiredRedis
+from tests.e2e.machine.wire import Command, Fault, Step, Turn, WiredRedis
 
 if TYPE_CHECKING:
     from tests.e2e.machine.world import World
@@ -82,6 +82,10 @@ class Actor:
             self.steps[loop] = self.world.wire.begin(f"{self.name}.{loop}", work())
             self.reap()
         return self.steps.get(loop)
+
+    def waiting(self) -> list[Turn]:
+        """Commands that wait for their turn."""
+        return [turn for step in self.steps.values() for turn in step.turns]
 
     def advance(self, step: Step, fault: Fault = Fault.NONE) -> None:
         self.world.wire.advance(step, fault)

@@ -259,9 +259,11 @@ class World:
         return None
 
     def forget_request(self, rid: str) -> None:
-        """The retention of a request that is over and whose client has gone runs out."""
+        """The retention of a request that is over and whose client has gone runs out. No admission takes so long."""
         sids = [f"{rid}.{i}" for i in range(self.requests[rid].num_choices)]
-        if self.clients[rid].end and all(sid in self.watch.outcomes for sid in sids):
+        is_over = self.clients[rid].end and all(sid in self.watch.outcomes for sid in sids)
+        admissions = [c for c, _ in self.wire.late] + [t.command for g in self.gateways for t in g.waiting()]
+        if is_over and not any(rid in command for command in admissions):
             names = [f"r:{rid}", *(f"s:{sid}" for sid in sids), *(f"s:{sid}:log" for sid in sids)]
             self.bystander.delete(*map(self.scripts.key, names))
             self.watch.forget(sids)
@@ -343,6 +345,7 @@ class World:
         states = {sid: self.watch.fields_of(sid) for sid in self.watch.epochs if sid not in self.watch.outcomes}
         opened = [f"{sid}: {f}" for sid, f in states.items()]
         opened += [f"client {rid}" for rid, c in self.clients.items() if not c.end]
+        opened += [f"queued by {s.name}: {list(s.service.core.queue)}" for s in self.schedulers if s.service.core.queue]
         return opened
 
     def story(self, last: int = 0) -> str:
