@@ -12,7 +12,7 @@ from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
-from shared import logs, runtime, settings
+from shared import crash_points, logs, runtime, settings
 from shared.bus import NoRedis
 from shared.runtime import EXIT_CONFIG, Stop
 from shared.settings import CommonSettings, Section, SettingsError
@@ -38,6 +38,7 @@ def start(name: str, service: Service) -> int:
     common = sections[0]
     assert isinstance(common, CommonSettings)
     logs.set_up(name, common.log_level, common.log_format, settings.secret_values(*sections))
+    crash_points.arm(common.crash_at)
     for section in sections:
         log.debug("%s", settings.describe(section))
     try:

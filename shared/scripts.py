@@ -18,6 +18,7 @@ from redis.asyncio import Redis
 from redis.commands.core import AsyncScript
 from redis.exceptions import NoScriptError
 
+from shared import crash_points
 from shared.protocol import (
     MAJOR,
     Event,
@@ -121,10 +122,13 @@ class Scripts:
         script = self._scripts.get(name)
         if script is None:
             script = self._scripts[name] = self.redis.register_script(self.source(name))
+        crash_points.reached("before", name)
         try:
-            return await script(keys=[self.prefix], args=args)
+            reply = await script(keys=[self.prefix], args=args)
         except NoScriptError:  # Redis was restarted once more between its loading and its call
-            return await self.redis.eval(self.source(name), 1, self.prefix, *args)
+            reply = await self.redis.eval(self.source(name), 1, self.prefix, *args)
+        crash_points.reached("after", name)
+        return reply
 
     # --- requests ------------------------------------------------------------------------------------------------
 

@@ -28,6 +28,8 @@ from pydantic import (
 )
 from pydantic.fields import FieldInfo
 
+from shared import crash_points
+
 PREFIX = "HEADRACE_"
 DEFAULT_MODEL = "smollm2-135m-instruct"
 SCRIPTED_MODEL = "scripted"  # the vocabulary of `--engine scripted`: nothing to fetch
@@ -106,6 +108,9 @@ class CommonSettings(Section):
     )
     incarnation: str = _setting("", "id of this life of the process; drawn when empty", pattern=r"^[\w.-]{0,64}$")
     heartbeat_file: str = _setting("", "file touched while the event loop runs, for health checks; off when empty")
+    crash_at: str = _setting(
+        "", "for tests: the process dies at that moment, as `after-commit:3` says", pattern=f"^{crash_points.NAME}$"
+    )
 
     @property
     def served_name(self) -> str:
