@@ -10,6 +10,7 @@ import selectors
 from collections.abc import Callable
 from typing import Any
 
+RESOLUTION_S = 1e-6  # timers this close are due: sums of floating-point times differ by less
 ANSWER_TIMEOUT_S = 30.0  # of real time: a Redis that does not answer for so long has died
 
 
@@ -35,7 +36,7 @@ class QuietSelector(selectors.DefaultSelector):
         self.on_quiet: Callable[[], Any] = lambda: None
 
     def select(self, timeout: float | None = None) -> Any:
-        if timeout is not None and timeout <= 0:
+        if timeout is not None and timeout <= RESOLUTION_S / 2:
             return super().select(0)
         if self.num_awaited:
             events = super().select(ANSWER_TIMEOUT_S)
@@ -50,6 +51,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         self.clock = clock
         self.quiet_selector = QuietSelector()
         super().__init__(self.quiet_selector)
+        self._clock_resolution = RESOLUTION_S
 
     def time(self) -> float:
         return self.clock.now
