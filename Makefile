@@ -11,6 +11,8 @@
 PYTHON ?= python3
 MODEL ?=
 ARGS ?=
+MINUTES ?= 20
+SEED ?= 1
 TORCH_INDEX_URL ?=
 IMAGE_PYTHON := 3.11
 
@@ -21,7 +23,7 @@ WHEELS := $(if $(wildcard wheels/*.whl),--find-links wheels)
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check $(WHEELS)
 PYTEST := $(BIN)/python -m pytest -q -n 2 --dist loadfile
 
-.PHONY: help serve test test-slow lint format docs size bench wheels clean
+.PHONY: help serve test test-slow chaos lint format docs size bench wheels clean
 
 help:
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 20
@@ -37,6 +39,10 @@ test: $(VENV)/.dev ## run the tests
 test-slow: $(VENV)/.dev ## run the tests that take long
 	$(BIN)/headrace fetch
 	$(BIN)/python -m pytest -q -m slow $(ARGS)
+
+chaos: $(VENV)/.dev ## faults at random under load (MINUTES=20 SEED=1; a seed repeats its schedule)
+	$(BIN)/headrace fetch
+	$(BIN)/python -m tests.chaos --minutes $(MINUTES) --seed $(SEED) $(ARGS)
 
 lint: $(VENV)/.dev ## check style and types
 	$(BIN)/ruff check

@@ -26,6 +26,7 @@ class Process:
     log: Path
     file: BinaryIO
     expected_to_end: bool = False
+    may_crash: bool = False  # it was told to, at a moment that may not come
 
     @property
     def pid(self) -> int:

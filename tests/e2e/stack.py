@@ -27,7 +27,7 @@ import redis
 
 from services import modules
 from shared import launcher
-from shared.bus import connect
+from shared.bus import LOST, connect
 from shared.leases import new_incarnation
 from shared.protocol import MemberKind
 from shared.scripts import Scripts
@@ -41,6 +41,7 @@ SERVICES: dict[MemberKind, str] = {
 }  # fmt: skip
 START_TIMEOUT_S = 40.0
 STOP_TIMEOUT_S = 10.0
+REPORT_TIMEOUT_S = 2.0
 MAX_STOP_S = 5.0  # of a service that has nothing to do; on a machine of its own it takes a tenth of that
 REST_TIMEOUT_S = 12.0  # metrics are published every 2 s; a cancelled orphan has its grace time before
 NUM_TAIL_LINES = 15
@@ -71,6 +72,9 @@ class Stack:
         self.lives: list[Process] = []  # all that ever were
         self.allowed: list[str] = []
         self.stop_s: dict[str, float] = {}
+        self.tree: Path | None = None  # whose code runs, if not this one's
+        self.ended_unasked: list[str] = []  # of those that were brought back
+        self.next_life: dict[tuple[MemberKind, int], dict[str, object]] = {}  # settings of that life alone
         self._numbers = itertools.count()
         self.restless = False  # set by a test that leaves work behind on purpose
 
@@ -103,18 +107,26 @@ class Stack:
             self.kill_all()
             self.state.close()
 
-    def _start(self, kind: MemberKind, index: int) -> Process:
+    def own_settings(self, kind: MemberKind, index: int) -> dict[str, object]:
+        """What this process alone is started with, in all of its lives."""
+        return {"port": 0} if kind == "gateway" else {}
+
+    def _start(self, kind: MemberKind, index: int, **settings: object) -> Process:
+        """settings: of this life alone."""
         service = SERVICES[kind]
         incarnation = new_incarnation(kind)
-        own = {variable("incarnation"): incarnation} | ({variable("port"): "0"} if kind == "gateway" else {})
-        environ = child_environ(current_environ() | self.environ, service, own)
+        settings = self.own_settings(kind, index) | {"incarnation": incarnation} | settings
+        own = {variable(k): str(v) for k, v in settings.items()}
+        environ = modules.environ(child_environ(current_environ() | self.environ, service, own))
+        if self.tree is not None:
+            environ["PYTHONPATH"] = str(self.tree)
         log = self.folder / f"{kind}-{index}.{next(self._numbers)}.log"
         file = log.open("wb")
         popen = subprocess.Popen(
-            launcher.command(modules.command(f"services.{service}"), signal.SIGKILL), env=modules.environ(environ),
-            cwd=self.folder, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT, start_new_session=True,
+            launcher.command(modules.command(f"services.{service}"), signal.SIGKILL), env=environ, cwd=self.folder,
+            stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT, start_new_session=True,
         )  # fmt: skip
-        process = Process(kind, index, incarnation, popen, log, file)
+        process = Process(kind, index, incarnation, popen, log, file, may_crash="crash_at" in settings)
         self.lives.append(process)
         return process
 
@@ -126,13 +138,13 @@ class Stack:
                 await wait_until(functools.partial(_answers, session, gateway), START_TIMEOUT_S, every=0.03)
 
     def _is_announced(self) -> bool:
-        self._check_alive()
+        self.check_alive()
         with contextlib.suppress(redis.ConnectionError):
             alive = Counter(member.kind for member in self.state.members().values())
             return alive == Counter(self.numbers) and self.state.all_leased()
         return False
 
-    def _check_alive(self) -> None:
+    def check_alive(self) -> None:
         for process in self.processes():
             if process.popen.poll() is not None and not process.expected_to_end:
                 raise AssertionError(f"{process.name} ended with {process.popen.returncode}:\n{process.text()}")
@@ -196,11 +208,11 @@ class Stack:
         finally:
             await client.aclose()
 
-    async def restart(self, process: Process, *, wait: bool = True) -> Process:
-        """Another life of one that has ended."""
+    async def restart(self, process: Process, *, wait: bool = True, **settings: object) -> Process:
+        """Another life of one that has ended; settings: of that life alone."""
         await asyncio.to_thread(process.popen.wait, STOP_TIMEOUT_S)
         process.file.close()
-        successor = self._start(process.kind, process.index)
+        successor = self._start(process.kind, process.index, **settings)
         if wait:
             await wait_until(lambda: successor.incarnation in self.state.members(), START_TIMEOUT_S)
         return successor
@@ -213,9 +225,7 @@ class Stack:
             while True:
                 for process in self.processes():
                     if process.popen.poll() is not None:
-                        process.expected_to_end = True
-                        await self.report(process)
-                        await self.restart(process, wait=False)
+                        await self._bring_back(process)
                 await asyncio.sleep(0.02)
 
         def complete() -> bool:
@@ -229,11 +239,19 @@ class Stack:
             looking.cancel()
             await asyncio.gather(looking, return_exceptions=True)
 
+    async def _bring_back(self, process: Process) -> None:
+        if not process.expected_to_end and not (process.may_crash and process.popen.returncode == -signal.SIGKILL):
+            self.ended_unasked.append(f"{process.log.name} with {process.popen.returncode}")
+            process.expected_to_end = True
+        with contextlib.suppress(*LOST):  # Redis may be away: then leases tell
+            await asyncio.wait_for(self.report(process), REPORT_TIMEOUT_S)
+        await self.restart(process, wait=False, **self.next_life.pop((process.kind, process.index), {}))
+
     # --- the end -----------------------------------------------------------------------------------------------------
 
     async def check_at_rest(self) -> None:
         """Invariants 1, 6, 7 and 9: all work has ended once, nothing is held, and nobody died unasked."""
-        self._check_alive()
+        self.check_alive()
         if self.restless:
             return
         try:

@@ -11,12 +11,14 @@ import pytest
 from services import modules
 from shared.settings import CommonSettings, SettingsError, current_environ, load
 
-PASSES = "for i in range(3): crash_points.reached('before', 'commit'); crash_points.reached('after', 'commit'); print(i)"
+PASSES = (
+    "for i in range(3): crash_points.reached('before', 'commit'); crash_points.reached('after', 'commit'); print(i)"
+)
 
 
 def passed(crash_at: str) -> tuple[int, list[str]]:
     """Exit status, and the rounds that were completed."""
-    program = f"from shared import crash_points; crash_points.arm({crash_at!r})\n{PASSES}"
+    program = f"from shared import crash_points; crash_points.arm({crash_at!r}){PASSES}"
     done = subprocess.run(
         [sys.executable, "-u", "-c", program], env=modules.environ(current_environ()), capture_output=True, text=True,
         check=False,
