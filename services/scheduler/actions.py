@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from shared.protocol import Message, Outcome, StoreCall
+from shared.protocol import Admit, Message, Outcome, StoreCall
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class Assign:
     epoch: int  # expected; the place has epoch + 1
     worker: str
     term: int
-    admit: Message
+    admit: Admit
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,10 +6,13 @@ that a late copy of the question holds nothing.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 from services.scheduler.actions import Assign, Finish, ReadRecord
+from services.scheduler.deadlines import Deadlines
+from services.scheduler.fairness import Fairness
 from services.scheduler.matching import Matching, Neighbour
 from services.scheduler.outbound import Outbound
 from services.scheduler.placement import choose_worker
@@ -20,6 +23,7 @@ from services.scheduler.worker_view import WorkerView
 from shared.protocol import Admit, Ended, Ensure, Outcome, Table
 
 MAX_PLACING = 64  # sequences on their way to a worker at a time
+FULL_LOOK_S = 0.05  # between two looks for who might give way, where there is no room
 FOLLOW_TIMEOUT_S = 2.0  # about as long as computing a long prompt takes
 
 PREPARING = (QueueState.READING, QueueState.MATCHING, QueueState.OFFERING)
@@ -33,6 +37,7 @@ class Batcher:
         max_strikes: int,
     ) -> None:  # fmt: skip
         self.queue: dict[str, Queued] = {}
+        self.waited_ms: list[float] = []  # from admission to a worker, since somebody has looked
         self._workers = workers
         self._out = out
         self._counts = counts
@@ -41,6 +46,9 @@ class Batcher:
         self._prefix_caching = prefix_caching
         self._room = Room(workers, self.queue, max_strikes)
         self.matching = Matching(neighbours, self.queue, out)
+        self._full_until = -math.inf
+        self.fairness = Fairness(workers, self.queue)
+        self.deadlines = Deadlines(self.queue, workers, out, self.drop)
 
     # --- into the queue and out of it ------------------------------------------------------------------------------
 
@@ -60,6 +68,12 @@ class Batcher:
         for sid in [s for s in self.queue if id in (s, s.rpartition(".")[0])]:
             if self.queue[sid].state is not QueueState.ASSIGNING:  # the script will say that it has ended
                 self._give_up(self.queue.pop(sid), now)
+
+    def drop(self, queued: Queued, outcome: Outcome, now: float) -> None:
+        """Ends it; it never runs."""
+        self._counts[f"dropped_{outcome.code}"] += 1
+        self._give_up(self.queue.pop(queued.sid), now)
+        self._out.act(Finish(queued.sid, queued.epoch, outcome))
 
     def forget_running(self, view: WorkerView, now: float) -> None:
         """The worker has shown what it runs: headers of that are old."""
@@ -124,6 +138,8 @@ class Batcher:
             return
         self._counts[f"ensure_{table.status}"] += 1
         match table.status:
+            case "ok" if late := self.deadlines.missed(queued, view, table.cached_length, now):
+                self.drop(queued, late, now)
             case "ok":
                 self._assign(view, queued, table)
             case "wait":
@@ -158,12 +174,22 @@ class Batcher:
         return sid in view.running or sid in view.placing or sid in view.following
 
     def _on_full(self, view: WorkerView, queued: Queued, table: Table) -> None:
-        """Nothing is admitted there until more is free; a lower priority gives way."""
-        view.full_at = table.num_free
+        """Nothing is admitted there until more is free; a lower priority gives way, or another key that has more."""
         if table.num_needed > view.member.num_blocks:
             self._refuse(queued, view.capacity)
-        elif not view.ending_calls:  # else more may be free than the answer says
-            self._pressure.preempt(view, below_priority=queued.priority)
+        elif queued.blocks_left:
+            view.full_for[queued.key] = table.num_free
+            return
+        view.full_at = table.num_free
+        if view.ending_calls:
+            return  # more may be free than the answer says
+        if not self._pressure.preempt(view, below_priority=queued.priority):
+            self._make_way(queued, view)
+
+    def _make_way(self, queued: Queued, view: WorkerView) -> None:
+        key = self.fairness.gives_way(queued, view)
+        if key is not None:
+            self._pressure.preempt(view, key=key)
 
     def on_assigned(self, action: Assign, status: str, now: float) -> None:
         queued: Queued | None = self.queue.get(action.sid)
@@ -180,8 +206,12 @@ class Batcher:
                 view.heard_at = max(view.heard_at, now)
                 view.running[action.sid] = Running(
                     action.sid, action.epoch + 1, queued.num_tokens, queued.priority, queued.arrival_ms,
-                    suspect=self._room.is_suspect(queued),
+                    suspect=self._room.is_suspect(queued), num_computed=action.admit.cached_length, key=queued.key,
+                    first_by_ms=queued.first_by_ms, end_by_ms=queued.end_by_ms,
                 )  # fmt: skip
+                if queued.epoch == 0:
+                    self.waited_ms.append(self.deadlines.redis_ms(now) - queued.arrival_ms)
+                self.fairness.charge_prompt(queued.key, queued.num_tokens - action.admit.cached_length)
         elif view is not None and not self._runs(view, action.sid, action.epoch + 1):
             self._out.release(view, now, action.sid, action.epoch + 1)
         if queued is not None:
@@ -197,6 +227,8 @@ class Batcher:
     # --- decisions -------------------------------------------------------------------------------------------------
 
     def place(self, now: float) -> None:
+        self.deadlines.enforce(now)
+        self.fairness.look(now)
         active = (QueueState.FOLLOWING, QueueState.MATCHING)
         for queued in sorted((q for q in self.queue.values() if q.state in active), key=order_key):
             if queued.state is QueueState.MATCHING:
@@ -223,28 +255,43 @@ class Batcher:
     def _finish_matching(self, queued: Queued, now: float) -> None:
         if self.matching.is_open(queued, now):
             return
-        candidates = self._room.candidates(queued, queued.asked)
+        candidates = self._candidates(queued, queued.asked, now)
         if not candidates:
             queued.back_to_waiting()
         elif not self.matching.offer_if_better(queued, candidates):
             self._ensure_in_turn(queued, candidates, now)
 
+    def _candidates(self, queued: Queued, names: Iterable[str], now: float) -> list[WorkerView]:
+        views = self._room.candidates(queued, names)
+        return [v for v in views if not self.fairness.holds_back(queued, v, now)]
+
     def _start_waiting(self, now: float) -> None:
-        """In order; nobody passes the first one for which there is no room, or for which it is not sure yet."""
+        """In order; nobody passes the first one for which there is no room, or for which it is not sure yet, but who
+        is of another key where it is held back for others."""
+        waiting = [q for q in self.queue.values() if q.state is QueueState.WAITING]
+        if not waiting:
+            return
         num_slots = sum(v.num_slots() for v in self._workers.values())
         num_placing = sum(len(v.placing) for v in self._workers.values())
         num_preparing = sum(q.state in PREPARING for q in self.queue.values())
         budget = min(num_slots, MAX_PLACING - num_placing) - num_preparing
-        if budget <= 0:
+        if budget <= 0 and now < self._full_until:
             return
-        for queued in sorted((q for q in self.queue.values() if q.state is QueueState.WAITING), key=order_key):
-            if budget <= 0:
-                return
-            if candidates := self._room.candidates(queued, self._workers):
-                if not self._start(queued, candidates, now):
+        self._full_until = now + FULL_LOOK_S
+        held_back: set[str] = set()
+        for queued in self.fairness.order(waiting):
+            if queued.key in held_back:
+                continue
+            if candidates := self._candidates(queued, self._workers, now):
+                if budget <= 0 or not self._start(queued, candidates, now):
                     return
                 budget -= 1
+            elif self._room.candidates(queued, self._workers):
+                held_back.add(queued.key)
             elif not self._elsewhere_or_never(queued) and not self._room.is_suspect(queued):
+                for view in self._workers.values():
+                    if view.fits(queued.num_tokens) and not view.has_room():
+                        self._make_way(queued, view)
                 return
 
     def _start(self, queued: Queued, candidates: list[WorkerView], now: float) -> bool:
@@ -267,12 +314,13 @@ class Batcher:
 
     def _ensure(self, queued: Queued, view: WorkerView, now: float) -> None:
         queued.state, queued.worker = QueueState.ENSURING, view.worker
+        queued.blocks_left = self.fairness.blocks_left(queued, view, now)
         view.following.discard(queued.sid)
         view.placing.add(queued.sid)
         self._out.call(
             view, now, Ensure, sid=queued.sid, epoch=queued.epoch + 1, salt=queued.salt, ids=queued.ids,
             wait_for_leader=queued.patient and self._prefix_caching, use_cached=self._prefix_caching,
-            keep_free=len(view.running),
+            keep_free=len(view.running) + queued.blocks_left,
         )  # fmt: skip
 
     def _elsewhere_or_never(self, queued: Queued) -> bool:

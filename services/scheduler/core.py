@@ -20,6 +20,7 @@ from services.scheduler.spares import SpareGrants
 from services.scheduler.takeover import Takeover
 from services.scheduler.worker_view import WorkerView
 from shared.protocol import Granted, Matched, Member, Message, Reconciled, Report, RunningState, Table, Updated
+from shared.records import Deadlines, SequenceRecord
 
 
 class SchedulerCore:
@@ -31,7 +32,7 @@ class SchedulerCore:
         self.counts: Counter[str] = Counter()
         self._max_strikes = max_strikes
         self._out = Outbound(inbox)
-        self._takeover = Takeover(self.workers, self._out, inbox, self._interrupt)
+        self._takeover = Takeover(self.workers, self._out, inbox, self._interrupt, self._drew)
         restart = self._takeover.restart
         self._spares = SpareGrants(self.workers, self._out, restart)
         self._pressure = Pressure(self._out, self._spares, restart)
@@ -44,6 +45,18 @@ class SchedulerCore:
 
     def _interrupt(self, view: WorkerView) -> None:
         self._batcher.interrupt(view)
+
+    def _drew(self, key: str, num_tokens: int) -> None:
+        self._batcher.fairness.charge_output(key, num_tokens)
+
+    def take_waits_ms(self) -> list[float]:
+        """How long those that were placed for the first time had been in the queue, since the last call."""
+        waits, self._batcher.waited_ms = self._batcher.waited_ms, []
+        return [ms for ms in waits if ms >= 0]
+
+    def set_redis_time(self, redis_ms: float, now: float) -> None:
+        """For deadlines; to be said again now and then."""
+        self._batcher.deadlines.set_redis_time(redis_ms, now)
 
     # --- events: the queue -----------------------------------------------------------------------------------------
 
@@ -68,13 +81,15 @@ class SchedulerCore:
         self.counts["offered" if status == "ok" else f"offer_{status}"] += 1
         self._batcher.matching.on_offered(offer, status)
 
-    def on_placed(self, worker: str, sid: str, epoch: int, priority: int, arrival_ms: int, strikes: int) -> None:
+    def on_placed(self, worker: str, sid: str, record: SequenceRecord, deadlines: Deadlines) -> None:
         """What the records know of a sequence that a worker showed at its take-over."""
         view = self.workers.get(worker)
         running = view.running.get(sid) if view is not None else None
-        if running is not None and running.epoch == epoch:
-            running.priority, running.arrival_ms = priority, arrival_ms
-            running.suspect = strikes >= self._max_strikes
+        if running is not None and running.epoch == record.epoch:
+            running.priority, running.arrival_ms = record.priority, record.arrival_ms
+            running.suspect = record.strikes >= self._max_strikes
+            running.key, running.end_by_ms = deadlines.owner, deadlines.end_by_ms
+            running.first_by_ms = 0 if record.num_tokens else deadlines.first_by_ms
 
     # --- events: workers and stores --------------------------------------------------------------------------------
 

@@ -113,6 +113,7 @@ class Executor:
             if record is None or record.state != "placed" or record.worker != worker:
                 continue
             if (sid, record.epoch) in action.shown:
-                core.on_placed(worker, sid, record.epoch, record.priority, record.arrival_ms, record.strikes)
+                deadlines = await self._records.deadlines(split_sequence_id(sid)[0])
+                core.on_placed(worker, sid, record, deadlines)
             else:
                 await self._scripts.requeue(sid, record.epoch)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import time
 
-from prometheus_client import CollectorRegistry, Counter, Gauge
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from services.scheduler.core import SchedulerCore
+
+SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 
 
 class SchedulerMetrics:
@@ -17,6 +19,10 @@ class SchedulerMetrics:
         self._workers = self._gauge("headrace_workers_leased", "Workers it leases")
         self._free = self._gauge("headrace_kv_blocks_free", "Blocks free or evictable in the pools of its workers")
         self._spare = self._gauge("headrace_kv_blocks_spare", "Blocks in the spare grants of its workers")
+        self._waits = Histogram(
+            "headrace_request_queue_time_seconds", "From admission until a sequence is first placed", buckets=SECONDS,
+            registry=self.registry,
+        )  # fmt: skip
         self._decisions = Counter(
             "headrace_scheduler_events", "What became of sequences on their way to a worker", ["event"],
             registry=self.registry,
@@ -37,6 +43,8 @@ class SchedulerMetrics:
         self._workers.set(len(core.workers))
         self._free.set(sum(v.num_free for v in views))
         self._spare.set(sum(len(v.spares) for v in views))
+        for ms in core.take_waits_ms():
+            self._waits.observe(ms / 1000)
         for event, count in core.counts.items():
             self._decisions.labels(event).inc(max(0, count - self._seen.get(event, 0)))
         self._seen = dict(core.counts)

@@ -67,11 +67,12 @@ class Pressure:
         if view.spares and not preempting and now - view.starved_since > STARVED_TIMEOUT_S:
             self._restart(view)
 
-    def preempt(self, view: WorkerView, below_priority: int | None = None) -> bool:
-        """Chooses one victim, unless one is on its way already; True if there is one."""
+    def preempt(self, view: WorkerView, below_priority: int | None = None, key: str | None = None) -> bool:
+        """Chooses one victim, of the key if one is named, unless one is on its way already; True if there is one."""
         if any(r.preempting for r in view.running.values()):
             return True
-        victim = choose_victim(view.running.values(), below_priority)
+        candidates = [r for r in view.running.values() if key in (None, r.key)]
+        victim = choose_victim(candidates, below_priority)
         if victim is None:
             return False
         victim.preempting = True

@@ -45,6 +45,11 @@ class Queued:
     leader_index: int = -1
     followed_since: float = 0.0
     patient: bool = True  # waits for a leader; not any more after having waited as long as computing would take
+    key: str = ""  # id of the API key
+    start_by_ms: int = 0  # deadlines, in Redis' time
+    first_by_ms: int = 0
+    end_by_ms: int = 0
+    blocks_left: int = 0  # what its key had to leave to others when the store was asked
 
     @property
     def num_tokens(self) -> int:
@@ -73,3 +78,8 @@ class Running:
     preempting: bool = False
     suspect: bool = False
     num_sealed: int = 0  # blocks, from the first on
+    num_computed: int = 0
+    key: str = ""
+    first_by_ms: int = 0  # until it has drawn a token
+    end_by_ms: int = 0
+    ending: bool = False  # its end has been decided here

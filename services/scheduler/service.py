@@ -34,6 +34,7 @@ log = logging.getLogger(__name__)
 
 CLAIM_IDLE_MS = 1000
 TICK_S = 0.2  # while there is work
+PROMPT_S = 0.2  # an answer with the time that takes longer tells too little
 IDLE_TICK_S = 1.0
 
 
@@ -85,6 +86,14 @@ class SchedulerService:
         self.reader = StreamReader(self._blocking, self.scripts.prefix, last | {"events": events})
         self._handled = dict(last)
         self._claim_from = "0-0"
+        await self._hear_redis_time()
+
+    async def _hear_redis_time(self) -> None:
+        asked_at = self._clock()
+        seconds, micros = await self._beat.redis.time()
+        heard_at = self._clock()
+        if heard_at - asked_at < PROMPT_S:
+            self.core.set_redis_time(seconds * 1000 + micros / 1000, (asked_at + heard_at) / 2)
 
     @property
     def incarnation(self) -> str:
@@ -101,6 +110,7 @@ class SchedulerService:
                 await self.scripts.gone("scheduler", self.incarnation)
                 await self.start()
                 return
+        await self._hear_redis_time()
         self.metrics.observe(self.core)
         self.metrics.observe_redis(await self._beat.redis.info("cpu"))
         await metrics.publish(
@@ -160,6 +170,8 @@ class SchedulerService:
                 sid=fields[b"sid"].decode(), epoch=int(fields[b"epoch"]), num_prompt_tokens=int(fields[b"prompt"]),
                 num_output_tokens=int(fields[b"output"]), priority=int(fields[b"priority"]),
                 arrival_ms=int(fields[b"arrival"]), strikes=int(fields[b"strikes"]), offered=offered,
+                key=fields.get(b"key", b"").decode(), start_by_ms=int(fields.get(b"start_by", 0)),
+                first_by_ms=int(fields.get(b"first_by", 0)), end_by_ms=int(fields.get(b"end_by", 0)),
             )  # fmt: skip
         except (KeyError, ValueError):
             log.error("a queue entry is not ours, left alone: %s", sorted(fields))
@@ -264,8 +276,8 @@ class SchedulerService:
         """Timers of the core: calls to repeat, leaders waited for in vain, workers that are silent. Asleep while
         nothing waits or runs."""
         views = self.core.workers.values()
-        busy = self.core.queue or len(self.core.calls) or any(v.store == "" for v in views)
-        if busy or any(v.running for v in views):
+        busy = self.core.queue or len(self.core.calls) or any(v.store == "" or v.running for v in views)
+        if busy:
             await asyncio.sleep(TICK_S)
         else:
             await wait_for_event(self._pumped, IDLE_TICK_S)

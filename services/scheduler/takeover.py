@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 from services.scheduler.actions import CheckPlaced, Requeue
 from services.scheduler.outbound import Outbound
@@ -32,20 +33,24 @@ RUNS_NO_MORE = ("refused", "preempted")  # ended at the worker, not for the clie
 
 
 class Takeover:
-    """interrupt: called when what was on its way to a worker must start again."""
+    """interrupt: called when what was on its way to a worker must start again. drew: an API key's sequence has drawn
+    so many tokens."""
 
     def __init__(
-        self, workers: Mapping[str, WorkerView], out: Outbound, inbox: str, interrupt: Callable[[WorkerView], None]
-    ) -> None:
+        self, workers: Mapping[str, WorkerView], out: Outbound, inbox: str, interrupt: Callable[[WorkerView], None],
+        drew: Callable[[str, int], None],
+    ) -> None:  # fmt: skip
         self._workers = workers
         self._out = out
         self._inbox = inbox
         self._interrupt = interrupt
+        self._drew = drew
 
     def restart(self, view: WorkerView) -> None:
         """Worker and store must agree anew on what runs: no call under way counts any more."""
         view.phase, view.asked_at, view.oldest_ask = Phase.TAKING_OVER, -math.inf, view.ask + 1
-        view.granting, view.full_at, view.starved_since = False, -1, math.inf
+        view.granting, view.starved_since = False, math.inf
+        view.forget_full()
         view.ending_calls.clear()
         self._out.calls.forget(view.worker)
         self._interrupt(view)
@@ -95,10 +100,14 @@ class Takeover:
             return None
         view.heard_at = now
         view.tokens_per_second = report.tokens_per_second
+        view.prefill_tokens_per_second = report.prefill_tokens_per_second
         for r in report.running:
             known = view.running.get(r.sid)
             if known is not None and known.epoch == r.epoch:
-                known.num_tokens, known.starved = r.num_tokens, r.starved
+                if r.num_tokens > known.num_tokens:
+                    self._drew(known.key, r.num_tokens - known.num_tokens)
+                    known.first_by_ms = 0
+                known.num_tokens, known.num_computed, known.starved = r.num_tokens, r.num_computed, r.starved
         view.note_steps(report.num_steps, report.hang_s, now)
         _count_seals(view, report.seals)
         released = []
@@ -132,7 +141,7 @@ class Takeover:
         view.set_free(reply.num_free)
         if call.call in view.ending_calls:
             view.ending_calls.discard(call.call)
-            view.full_at = -1  # fewer are running, so fewer blocks are kept free for them
+            view.forget_full()  # fewer are running, so fewer blocks are kept free for them
         for sid, epoch, index, old, new in reply.remaps:
             running = view.running.get(sid)
             if running is None or running.epoch != epoch:
@@ -150,8 +159,6 @@ def _count_seals(view: WorkerView, seals: tuple[Seal, ...]) -> None:
 
 def _running(row: RunningSequence, known: Running | None) -> Running:
     """What the worker says, and what only this scheduler knows about it."""
-    running = Running(row.sid, row.epoch, row.num_tokens, starved=row.starved)
-    if known is not None and known.epoch == row.epoch:
-        running.priority, running.arrival_ms, running.suspect = known.priority, known.arrival_ms, known.suspect
-        running.preempting = known.preempting
-    return running
+    if known is None or known.epoch != row.epoch:
+        known = Running(row.sid, row.epoch, row.num_tokens)
+    return replace(known, num_tokens=row.num_tokens, num_computed=row.num_computed, starved=row.starved, num_sealed=0)

@@ -49,6 +49,7 @@ class WorkerView:
     spares: set[int] = field(default_factory=set)  # sent to the worker and not known to be taken
     num_free: int = 0
     full_at: int = -1  # num_free at which the last sequence did not fit; -1: it is not known to be full
+    full_for: dict[str, int] = field(default_factory=dict)  # the same for keys that have to leave room to others
     granting: bool = False
     taken_call: int = -1  # the newest call by which the store has learnt of taken spares
     ending_calls: set[int] = field(default_factory=set)  # calls under way that tell the store of ended sequences
@@ -59,6 +60,7 @@ class WorkerView:
     num_standing: int = 0  # reports since then
     hang_s: float = 0.0  # as last reported
     tokens_per_second: float = 0.0
+    prefill_tokens_per_second: float = 0.0
 
     @property
     def worker(self) -> str:
@@ -128,3 +130,9 @@ class WorkerView:
         self.num_free = num_free
         if num_free > self.full_at:
             self.full_at = -1
+        self.full_for = {key: at for key, at in self.full_for.items() if num_free <= at}
+
+    def forget_full(self) -> None:
+        """More may fit than did at the last refusal, for another reason than blocks that are free."""
+        self.full_at = -1
+        self.full_for.clear()

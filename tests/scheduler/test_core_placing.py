@@ -13,6 +13,7 @@ from services.scheduler.matching import MATCH_TIMEOUT_S
 from services.scheduler.sequence import QueueState, Running
 from services.scheduler.worker_view import Phase
 from shared.protocol import Admit, Ensure, Match, Preempt, Seal, TakeOver, Update
+from shared.records import Deadlines, SequenceRecord
 from tests.scheduler.hand import BLOCK_SIZE, NUM_BLOCKS, SALT, Hand, calls, changes, member, only, row
 
 ALL_TOKENS = NUM_BLOCKS * BLOCK_SIZE
@@ -623,8 +624,10 @@ def test_a_suspect_is_known_after_a_take_over() -> None:
     h = Hand()
     h.core.set_store("w", "c2", 6)
     h.make_ready("w", row("s1.0", epoch=3))
-    h.core.on_placed("w", "s1.0", 3, priority=4, arrival_ms=77, strikes=2)
+    record = SequenceRecord("placed", 3, "w", "g", 1, 0, 2, 10, b"", priority=4, arrival_ms=77)
+    h.core.on_placed("w", "s1.0", record, Deadlines("k", first_by_ms=5, end_by_ms=6))
     h.queue("s2.0", strikes=2)
     assert calls(h.until_quiet(), Ensure) == []
     placed = h.view().running["s1.0"]
     assert (placed.priority, placed.arrival_ms) == (4, 77)
+    assert (placed.key, placed.first_by_ms, placed.end_by_ms) == ("k", 5, 6)
