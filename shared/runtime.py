@@ -43,14 +43,14 @@ class Stop:
 
     def __init__(self, exit: Callable[[int], Any] = os._exit) -> None:
         self._event = asyncio.Event()
+        self._hurry = asyncio.Event()
         self._exit = exit
-        self.hurried = False
 
     def set(self) -> None:
-        if self.hurried:
+        if self._hurry.is_set():
             self._exit(1)
         elif self._event.is_set():
-            self.hurried = True
+            self._hurry.set()
             asyncio.get_running_loop().call_later(HURRY_S, self._exit, 1)
         self._event.set()
 
@@ -59,6 +59,14 @@ class Stop:
 
     async def wait(self) -> None:
         await self._event.wait()
+
+    @property
+    def hurried(self) -> bool:
+        return self._hurry.is_set()
+
+    async def in_a_hurry(self) -> None:
+        """Returns at the second signal."""
+        await self._hurry.wait()
 
 
 async def forever(

@@ -74,6 +74,7 @@ def make_app(
         ],
     )
     app.on_response_prepare.append(middleware.head_of_answers(origins))
+    app.on_response_prepare.append(middleware.last_of_connections(lambda: state.draining))
     routes = route_table(completions, streams, pages)
     described = openapi.document(
         routes, version=version("headrace"), public=auth.PUBLIC_ROUTES, secured=bool(state.settings.api_keys)

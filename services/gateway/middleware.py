@@ -82,6 +82,19 @@ async def _answered(request: web.Request, handler: Handler) -> web.StreamRespons
         return error_response(ApiError(500, "internal error", code="internal_error"))
 
 
+def last_of_connections(
+    is_draining: Callable[[], bool],
+) -> Callable[[web.Request, web.StreamResponse], Awaitable[None]]:
+    """While the gateway shuts down an answer ends its connection, so that the client's next request goes elsewhere."""
+
+    async def prepare(_: web.Request, response: web.StreamResponse) -> None:
+        if is_draining():
+            response.force_close()
+            response.headers["Connection"] = "close"
+
+    return prepare
+
+
 def cross_origin(origins: tuple[str, ...]) -> Middleware:
     """Answers a browser's question before the call itself, which carries no key; no origin is allowed by default."""
 

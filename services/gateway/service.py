@@ -104,15 +104,16 @@ class GatewayService:
         )
 
     async def _drain(self, state: GatewayState, runner: Runner, stop: Stop, drained: Stop) -> None:
-        """Takes nothing new from the first signal on; open responses get their time to finish."""
+        """Takes nothing new from the first signal on; open responses get their time to finish, until the second."""
         await stop.wait()
         state.draining = True
         for site in list(runner.sites):
             await site.stop()
-        try:
-            async with asyncio.timeout(self._common.drain_timeout_s):
-                await self.inflight.idle()
-        except TimeoutError:
+        ends = [asyncio.ensure_future(self.inflight.idle()), asyncio.ensure_future(stop.in_a_hurry())]
+        await asyncio.wait(ends, timeout=self._common.drain_timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        for end in ends:
+            end.cancel()
+        if self.inflight.requests:
             log.warning("%d open responses are left to other gateways", len(self.inflight.requests))
             self.inflight.begin_to_leave()
         drained.set()

@@ -53,6 +53,7 @@ async def test_open_responses_may_finish_while_new_work_is_refused(serve_with: S
         await wait_until(lambda: refuses(served.url))
         async with kept.post(served.url + "/v1/completions", json=BODY) as refused:
             assert (refused.status, (await refused.json())["error"]["code"]) == (503, "shutting_down")
+            assert refused.headers["Connection"] == "close" and int(refused.headers["Retry-After"]) >= 1
         await served.worker.place(sid)
         await served.worker.commit(sid, list(b"abc"), "length")
         status, answer, _ = await asking
