@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import time
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
@@ -30,7 +31,7 @@ from shared.scripts import UNLIMITED, KeyLimits, Scripts
 log = logging.getLogger(__name__)
 
 RETRY_TAKE_S = 0.25
-BORN = b"born"  # written by a `join`, also by one that comes late
+SEQUENCE_ID = re.compile(rb"[\w-]+\.\d+")
 FOLLOW_S = 0.1  # between two looks into the log of a request that another connection reads
 
 T = TypeVar("T")
@@ -180,13 +181,11 @@ class Inflight:
         return arrivals
 
     def _dispatch(self, field: bytes, data: bytes) -> None:
-        if field == BORN:
-            return
         mark = field[:1]
         sid = field[1:] if mark in (b"!", b">") else field
         route = self._table.route(sid)
         if route is None:
-            if mark not in (b"!", b">"):
+            if SEQUENCE_ID.fullmatch(sid) and mark not in (b"!", b">"):  # not what `join` or a newer service writes
                 self._attaching.disown(sid.decode())
             return
         request, choice = route

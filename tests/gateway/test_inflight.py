@@ -381,6 +381,17 @@ async def test_tokens_that_nobody_waits_for_are_cancelled(gateway: Gateway, work
     assert (await state_of(gateway, f"{orphan.rid}.0"))[0] == "done"
 
 
+async def test_what_a_newer_service_writes_is_passed_over(gateway: Gateway, worker: FakeWorker) -> None:
+    request = await submitted(gateway)
+    [sid] = request.open_sids
+    key = gateway.inflight._scripts.key(f"out:{gateway.inflight.incarnation}")
+    await gateway.redis.xadd(key, {"m": "x", "~": "x", f"~{sid}": "x", ".": "x", "a.b": "x", "\u00e9.0": "x"})
+    await worker.place(sid)
+    await worker.commit(sid, [7], "length")
+    assert ids_of(await read_and_take(gateway.inflight, request)) == [7]
+    await gateway.inflight.settle()
+
+
 async def test_late_tokens_of_an_ended_request_cost_no_call(gateway: Gateway, worker: FakeWorker) -> None:
     request = await submitted(gateway)
     [sid] = request.open_sids
