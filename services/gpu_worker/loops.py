@@ -64,6 +64,9 @@ class WorkerLoops:
                 await service.leave()
         except (*LOST, TimeoutError) as e:
             log.warning("left without a word, Redis is away (%s)", str(e) or type(e).__name__)
+        except WorkerFailure as e:
+            await self._part(e.blamed)
+            raise
 
     async def _drain(self, stop: Stop, drained: Stop, timeout_s: float) -> None:
         """A second signal cuts it short."""

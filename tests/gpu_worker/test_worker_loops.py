@@ -297,6 +297,23 @@ async def test_a_hung_engine_ends_the_process_and_its_lease(redis_url: str, monk
         assert await running.state(sid) == "placed"  # the scheduler finds it, and counts the strike
 
 
+async def test_a_hung_engine_is_known_as_that_also_while_the_worker_stops(
+    redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    never = threading.Event()
+    monkeypatch.setattr("services.gpu_worker.step_cost.FIRST_HANG_S", 0.3)
+    async with worker_running(redis_url, hang=lambda: never.wait(20)) as running:
+        bench = running.bench
+        sid = await bench.place([vocab.HANG, 0])
+        await wait_until(lambda: bench.worker.engine_loop.hung)
+        running.stop.set()
+        with pytest.raises(EngineHung):
+            await asyncio.wait_for(asyncio.shield(running.task), 20)
+        never.set()
+        assert not (await bench.records.members())[bench.worker.incarnation][1]
+        assert await running.state(sid) == "placed"
+
+
 async def test_a_dead_engine_thread_ends_the_process(redis_url: str) -> None:
     async with worker_running(redis_url) as running:
         bench = running.bench
