@@ -47,6 +47,7 @@ class Answer:
     done: bool = False
     broken: str = ""
     id: str = ""
+    last_event_id: str = ""
     sent_at: float = 0.0
     event_times: list[float] = field(default_factory=list)
 
@@ -129,9 +130,9 @@ class Client:
             async with self.session.post(self.url + path_of(body), json=body, **options) as response:
                 answer.status, answer.headers = response.status, response.headers
                 if response.content_type == "text/event-stream":
-                    await _read_events(response, answer, on_event)
+                    await read_events(response, answer, on_event)
                 else:
-                    _take_whole(answer, await response.json())
+                    take_whole(answer, await response.json())
         except (aiohttp.ClientError, ConnectionError, TimeoutError) as e:
             answer.broken = type(e).__name__
         return answer
@@ -141,12 +142,12 @@ class Client:
 
     def begin(self, body: Json, on_event: Callable[[Answer], None] | None = None) -> asyncio.Future[Answer]:
         """As `ask`, in the background; what still runs when the client is closed is cancelled."""
-        return self._keep(self.ask(body, on_event))
+        return self.keep(self.ask(body, on_event))
 
     def begin_all(self, bodies: list[Json]) -> asyncio.Future[list[Answer]]:
-        return self._keep(self.ask_all(bodies))
+        return self.keep(self.ask_all(bodies))
 
-    def _keep(self, work: Coroutine[Any, Any, T]) -> asyncio.Future[T]:
+    def keep(self, work: Coroutine[Any, Any, T]) -> asyncio.Future[T]:
         task = asyncio.ensure_future(work)
         self._tasks.append(task)
         return task
@@ -169,14 +170,14 @@ class Client:
 Connect = Callable[..., Client]  # the fixture `connect`
 
 
-async def _read_events(
-    response: aiohttp.ClientResponse, answer: Answer, on_event: Callable[[Answer], None] | None
+async def read_events(
+    response: aiohttp.ClientResponse, answer: Answer, on_event: Callable[[Answer], None] | None = None
 ) -> None:
     place = ""
     async for raw in response.content:
         line = raw.decode().rstrip("\n")
         if line.startswith("id: "):
-            place = line[4:]
+            place = answer.last_event_id = line[4:]
         if not line.startswith("data: "):
             continue
         assert not answer.done, f"after [DONE]: {line}"
@@ -208,7 +209,7 @@ def _take_event(answer: Answer, event: Json, place: str) -> None:
             choice.positions.append(int(places[part["index"]].rstrip("e")))
 
 
-def _take_whole(answer: Answer, body: Json) -> None:
+def take_whole(answer: Answer, body: Json) -> None:
     if answer.status != 200:
         answer.error = body["error"]
         return
