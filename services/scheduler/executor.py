@@ -73,6 +73,9 @@ class Executor:
             if record is None or queued is None:
                 core.on_record(action.sid, None, b"")
                 return
+            num_prompt_tokens = queued.num_prompt_tokens
+            if not record.spec.num_prompt_tokens == num_prompt_tokens == len(record.prompt) / 4 > 0:
+                raise ProtocolError("the prompt is not as long as is said")
             ids = [record.prompt]
             if queued.epoch > 0:
                 ids += [pack_ids(chunk.ids) for chunk in await self._records.log(action.sid)]

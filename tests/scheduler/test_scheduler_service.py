@@ -66,6 +66,26 @@ async def test_a_request_runs_and_ends_and_nothing_is_left(any_redis_url: str) -
         assert p.worker.spares == view.spares
 
 
+@pytest.mark.parametrize(
+    "record",
+    [{"prompt": b""}, {"prompt": b"\1\0\0\0" * 2}, {"prompt": b"\1\0\0\0" * 9}, {"prompt": b"\1\0\0\0" * 2 + b"\1"},
+     {"spec": b""}, {"spec": b"\xff"}, {"spec": b"\x91" * 10_000}, {"spec": encode(Event(kind="left", id="x"))}],
+    ids=lambda record: str(record)[:30],
+)  # fmt: skip
+async def test_records_that_contradict_themselves_end_alone(any_redis_url: str, record: dict[str, bytes]) -> None:
+    """No store is asked for blocks for them: it could not answer, and would be asked for ever, before all others."""
+    async with pipeline_at(any_redis_url) as p:
+        await p.up()
+        await p.w.admit("bad", 2)
+        await p.w.redis.hset(p.w.scripts.key("r:bad"), mapping=record)
+        await p.w.admit("r")
+        await p.settle()
+        assert await p.states("bad.0", "bad.1", "r.0") == ["done", "done", "placed"]
+        outcome = decode_as(Outcome, (await p.w.sequence("bad.0")).outcome)
+        assert (outcome.reason, outcome.code) == ("error", "internal_error")
+        assert await p.w.queue() == []
+
+
 async def test_every_reply_may_be_lost(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     async with pipeline_at(redis_url) as p:
         await p.w.gateway()
