@@ -6,6 +6,7 @@ soon after its service. Knows nothing of what is measured: services declare thei
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 from collections.abc import Iterable
@@ -25,13 +26,22 @@ MAX_SNAPSHOT_BYTES = 1 << 20
 
 
 def snapshot(registry: CollectorRegistry) -> bytes:
-    """All samples of a registry; time stamps and exemplars are left out."""
-    rows = []
+    """All samples of a registry, and how many tasks this loop has; time stamps and exemplars are left out."""
+    name = "headrace_asyncio_tasks"
+    tasks: list[Any] = [(name, {}, _num_tasks())]
+    rows = [(name, "Tasks of the event loop", "gauge", tasks)]
     for metric in registry.collect():
         samples = [(s.name, s.labels, s.value) for s in metric.samples]
         rows.append((metric.name, metric.documentation, metric.type, samples))
     data: bytes = msgpack.packb(rows)
     return data
+
+
+def _num_tasks() -> int:
+    try:
+        return len(asyncio.all_tasks())
+    except RuntimeError:
+        return 0  # no loop
 
 
 class _Snapshots:
