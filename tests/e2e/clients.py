@@ -48,6 +48,7 @@ class Answer:
     broken: str = ""
     id: str = ""
     last_event_id: str = ""
+    lines: list[str] = field(default_factory=list)  # the data of all events
     sent_at: float = 0.0
     event_times: list[float] = field(default_factory=list)
 
@@ -137,12 +138,30 @@ class Client:
             answer.broken = type(e).__name__
         return answer
 
+    async def take_up(self, answer: Answer, on_event: Callable[[Answer], None] | None = None, **options: Any) -> Answer:
+        """Goes on with one that broke off, at this client's gateway."""
+        answer.broken = ""
+        headers = {"Last-Event-ID": answer.last_event_id} if answer.last_event_id else {}
+        try:
+            url = f"{self.url}/v1/streams/{answer.last_event_id.partition(':')[0] or answer.rid}"
+            async with self.session.get(url, headers=headers, **options) as response:
+                answer.status = response.status
+                if response.content_type == "text/event-stream":
+                    await read_events(response, answer, on_event)
+                else:
+                    take_whole(answer, await response.json())
+        except (aiohttp.ClientError, ConnectionError, TimeoutError) as e:
+            answer.broken = type(e).__name__
+        return answer
+
     async def ask_all(self, bodies: list[Json]) -> list[Answer]:
         return list(await asyncio.gather(*(self.ask(body) for body in bodies)))
 
-    def begin(self, body: Json, on_event: Callable[[Answer], None] | None = None) -> asyncio.Future[Answer]:
+    def begin(
+        self, body: Json, on_event: Callable[[Answer], None] | None = None, **options: Any
+    ) -> asyncio.Future[Answer]:
         """As `ask`, in the background; what still runs when the client is closed is cancelled."""
-        return self.keep(self.ask(body, on_event))
+        return self.keep(self.ask(body, on_event, **options))
 
     def begin_all(self, bodies: list[Json]) -> asyncio.Future[list[Answer]]:
         return self.keep(self.ask_all(bodies))
@@ -182,6 +201,7 @@ async def read_events(
             continue
         assert not answer.done, f"after [DONE]: {line}"
         answer.event_times.append(time.perf_counter())
+        answer.lines.append(line[6:])
         if line == "data: [DONE]":
             answer.done = True
             assert place.endswith(":end"), place

@@ -8,7 +8,9 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 import aiohttp
+import openai
 import pytest
+from openai.types import Completion
 
 from shared.protocol import Outcome
 from shared.records import RequestRecord, SequenceRecord
@@ -19,6 +21,7 @@ from tests.helpers import wait_until
 Serve = Callable[..., Awaitable[Served]]
 Json = dict[str, Any]
 BODY: Json = {"prompt": "x", "max_tokens": 60, "stream": True, "stream_options": {"include_usage": True}}
+COMPLETION: Json = {"prompt": "x", "max_tokens": 60}
 TEXT = "naïve — 日本語 🙂 stop here"
 ALICE, BOB = ({"Authorization": f"Bearer {name}"} for name in ("alice", "bob"))
 
@@ -430,3 +433,15 @@ async def test_an_error_is_told_after_what_came_before_it(served: Served) -> Non
     assert [json.loads(d)["choices"][0]["text"] for _, d in events[:-1]] == ["one ", "two"]
     assert json.loads(events[-1][1])["error"]["code"] == "poison_request"
     assert code_of(await taken_up(served, rid_of(place), events[-2][0])) == (500, "poison_request")
+
+
+async def test_the_official_client_asks_for_all_of_a_stream_again(
+    served: Served, answering: Callable[..., None]
+) -> None:
+    answering(reply)
+    async with openai.AsyncOpenAI(base_url=served.url + "/v1", api_key="none", max_retries=0) as client:
+        first = [chunk async for chunk in await client.completions.create(model="", stream=True, **COMPLETION)]
+        rid = first[0].id.partition("-")[2]
+        stream_cls = openai.AsyncStream[Completion]
+        again = await client.get(f"/streams/{rid}", cast_to=Completion, stream=True, stream_cls=stream_cls)
+        assert [chunk async for chunk in again] == first
