@@ -53,8 +53,9 @@ format: $(VENV)/.dev ## bring the code into its style
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
 
-docs: $(VENV)/.dev ## make docs/settings.md from the code
+docs: $(VENV)/.dev ## make docs/settings.md and deploy/redis/users.acl from the code
 	$(BIN)/python -m services.reference > docs/settings.md.new && mv docs/settings.md.new docs/settings.md
+	$(BIN)/python -m shared.redis_acl > users.acl.new && mv users.acl.new deploy/redis/users.acl
 
 size: ## count the product's lines of Python and C
 	@for package in shared services kernels; do \

@@ -37,6 +37,7 @@ from shared.leases import new_incarnation
 from shared.model_source import ModelSourceError
 from shared.protocol import MemberKind
 from shared.records import Records
+from shared.runtime import START_TIMEOUT_S
 from shared.scripts import Scripts
 from shared.settings import (
     SCRIPTED_MODEL,
@@ -142,7 +143,15 @@ def redis_program(plan: Plan, server: Server, state: StateFolder) -> Program:
     """It keeps the state folder locked while it runs, and ends in an orderly way when its parent dies."""
     return Program(
         name="redis",
-        argv=tuple(server_command(server, state.folder, socket_path(state.folder), plan.counts.redis_maxmemory)),
+        argv=tuple(
+            server_command(
+                server,
+                state.folder,
+                socket_path(state.folder),
+                plan.counts.redis_maxmemory,
+                append_only=not plan.common.volatile,
+            )
+        ),
         stage=REDIS_STAGE,
         environ=lambda _: child_environ(plan.environ, "redis", {}),
         at_parent_death=signal.SIGTERM,
@@ -195,7 +204,7 @@ class _Serving:
         names = ["serve", *(p.name for p in [*([redis] if redis else []), *self.programs])]
         colour = sys.stdout.isatty() and not as_json and "NO_COLOR" not in plan.environ
         self.console = Console(sys.stdout.fileno(), names, colour, prefixed=not as_json)
-        self.client = bus.connect(plan.common.redis_url)
+        self.client = bus.connect(plan.common.redis_address)
         self.scripts = Scripts(self.client, plan.common.served_name)
         self.supervisor = Supervisor(self.console.line, self._report_exit, plan.counts.stop_timeout_s)
 
@@ -239,6 +248,8 @@ class _Serving:
     async def _start(self) -> None:
         if self.redis:
             await self._redis_answers(self.supervisor.start(self.redis))
+        else:
+            await self._redis_is_fit()
         for program in self.programs:
             self.supervisor.start(program)
         gateway = self.plan.gateway
@@ -258,6 +269,14 @@ class _Serving:
                 why = child.last_line or log_tail(self.plan.common.state_dir)
                 raise CannotServe(f"The embedded Redis does not start: {why}")
             await asyncio.sleep(0.02)
+
+    async def _redis_is_fit(self) -> None:
+        """Asked before anything is started, since every service would refuse the same."""
+        try:
+            await bus.wait_for_redis(self.client, START_TIMEOUT_S)
+            await bus.check_keeps(self.client, self.plan.common.volatile)
+        except (bus.NoRedis, bus.UnfitRedis) as e:
+            raise CannotServe(f"{e}.") from e
 
     async def _device(self) -> str:
         try:

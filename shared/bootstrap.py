@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from shared import crash_points, logs, runtime, settings
-from shared.bus import NoRedis
+from shared.bus import NoRedis, UnfitRedis
 from shared.runtime import EXIT_CONFIG, Stop
 from shared.settings import CommonSettings, Section, SettingsError
 
@@ -27,8 +27,8 @@ Service = Callable[..., Coroutine[Any, Any, int]]
 def start(name: str, service: Service) -> int:
     """Loads the sections of `settings.SERVICE_SECTIONS[name]` and runs service(stop, *sections) to its end.
 
-    The exit status: the service's own; EXIT_CONFIG after one sentence when a setting cannot be used, 1 after one when
-    there is no Redis.
+    The exit status: the service's own; EXIT_CONFIG after one sentence when a setting or the Redis cannot be used, 1
+    after one when there is no Redis.
     """
     try:
         sections = [settings.load(section) for section in settings.SERVICE_SECTIONS[name]]
@@ -43,7 +43,7 @@ def start(name: str, service: Service) -> int:
         log.debug("%s", settings.describe(section))
     try:
         return runtime.main(lambda stop: _with_heartbeat(service, stop, common, sections))
-    except SettingsError as e:
+    except (SettingsError, UnfitRedis) as e:
         log.error("%s", e)
         return EXIT_CONFIG
     except NoRedis as e:

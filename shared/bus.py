@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
+import re
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Any
@@ -24,11 +25,17 @@ log = logging.getLogger(__name__)
 CONNECT_TIMEOUT_S = 5.0
 MAX_BLOCK_MS = 4000
 SOCKET_TIMEOUT_S = 10.0  # well above any blocking read: a network that swallows everything must not hang us for good
+# redis-py makes a connection error of a wrong or missing password, and of a certificate: waiting does not help there
+_REFUSED = re.compile("invalid username-password|WRONGPASS|NOAUTH|Authentication required|CERTIFICATE_VERIFY_FAILED")
 LOST = (ConnectionError, TimeoutError, BusyLoadingError, OSError)
 
 
 class NoRedis(RedisError):
     """A service has waited in vain for Redis to answer; one sentence for the operator."""
+
+
+class UnfitRedis(RedisError):
+    """Redis answers and must not be used as it is; one sentence for the operator."""
 
 
 def connect(url: str) -> Redis:
@@ -40,6 +47,7 @@ def connect(url: str) -> Redis:
     return Redis.from_url(
         url, socket_timeout=SOCKET_TIMEOUT_S, socket_connect_timeout=CONNECT_TIMEOUT_S, protocol=2,
         retry=Retry(NoBackoff(), 0), retry_on_error=[], health_check_interval=0, decode_responses=False,
+        driver_info=None,  # its CLIENT SETINFO costs a round trip, and a service's user may not use CLIENT
     )  # fmt: skip
 
 
@@ -99,8 +107,23 @@ async def wait_for_redis(redis: Redis, timeout_s: float) -> None:
             await redis.ping()
             return
         except LOST as e:
+            if _REFUSED.search(str(e)):
+                raise UnfitRedis(f"Redis refuses this service: {e}") from e
             if asyncio.get_running_loop().time() > deadline:
                 raise NoRedis(f"Redis does not answer: {e}") from e
             if not waits:
                 log.warning("waiting for Redis (%s)", str(e) or type(e).__name__)
             waits = True
+
+
+async def check_keeps(redis: Redis, volatile: bool) -> None:
+    """UnfitRedis unless what is written stays: in memory, and over a restart too where not volatile."""
+    memory = await redis.info("memory")
+    if memory.get("maxmemory") and memory.get("maxmemory_policy") != "noeviction":
+        policy = memory.get("maxmemory_policy")
+        raise UnfitRedis(f"Redis drops keys when it is full ({policy}): set its maxmemory-policy to noeviction")
+    if not volatile and not (await redis.info("persistence")).get("aof_enabled"):
+        raise UnfitRedis(
+            "Redis keeps no append-only file, so that accepted requests are lost when it restarts: "
+            "set appendonly yes there, or accept that with --volatile (HEADRACE_VOLATILE=1)"
+        )

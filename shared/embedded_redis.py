@@ -73,14 +73,17 @@ def _version(program: Path) -> tuple[int, ...]:
 
 
 def server_command(
-    server: Server, folder: Path, socket: Path, maxmemory_bytes: int = 1 << 30, append_only: bool = True
-) -> list[str]:
+    server: Server, folder: Path, socket: Path, maxmemory_bytes: int = 1 << 30, append_only: bool = True,
+    acl_file: Path | None = None,
+) -> list[str]:  # fmt: skip
     """Nothing acknowledged is lost when a process dies; a full server refuses writes and never drops keys."""
+    users = ["--aclfile", str(acl_file)] if acl_file else []
     return [
         str(server.program), "--port", "0", "--unixsocket", str(socket), "--unixsocketperm", "700",
         "--dir", str(folder), "--appendonly", "yes" if append_only else "no", "--appendfsync", "everysec", "--save", "",
         "--maxmemory", str(maxmemory_bytes), "--maxmemory-policy", "noeviction", "--databases", "1",
         "--daemonize", "no", "--loglevel", "warning", "--logfile", str(folder / "redis.log"),
+        *users,
     ]  # fmt: skip
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from redis.asyncio import Redis
 
-from shared.bus import LOST, backoff, wait_for_redis
+from shared.bus import LOST, backoff, check_keeps, wait_for_redis
 
 log = logging.getLogger(__name__)
 
@@ -99,13 +99,17 @@ async def wait_for_event(event: asyncio.Event, timeout_s: float) -> None:
             await event.wait()
 
 
-async def redis_answers(redis: Redis, stop: Stop, timeout_s: float = START_TIMEOUT_S) -> bool:
-    """Waits for it at a service's start; False if the service is stopped meanwhile. NoRedis after timeout_s."""
+async def redis_answers(
+    redis: Redis, stop: Stop, timeout_s: float = START_TIMEOUT_S, *, volatile: bool = False
+) -> bool:
+    """Waits for it at a service's start; False if the service is stopped meanwhile. NoRedis after timeout_s, and
+    UnfitRedis for a server that does not keep what is written (volatile: one may forget it in a restart)."""
     waiting, stopping = asyncio.ensure_future(wait_for_redis(redis, timeout_s)), asyncio.ensure_future(stop.wait())
     await asyncio.wait([waiting, stopping], return_when=asyncio.FIRST_COMPLETED)
     if waiting.done():
         stopping.cancel()
         waiting.result()
+        await check_keeps(redis, volatile)
         return True
     await _cancel([waiting])
     return False

@@ -9,7 +9,6 @@ name. How options look on a command line is `shared/options.py`'s.
 
 from __future__ import annotations
 
-import ipaddress
 import os
 import urllib.parse
 from collections.abc import Mapping
@@ -17,18 +16,18 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import (
-    AfterValidator,
     BaseModel,
-    BeforeValidator,
     ByteSize,
     ConfigDict,
-    Field,
     ValidationError,
     model_validator,
 )
 from pydantic.fields import FieldInfo
 
 from shared import crash_points
+from shared.setting_types import Folder, ReadableFile, RedisUrl, ServedName, Words, check_served_name, is_loopback
+from shared.setting_types import only as _only
+from shared.setting_types import setting as _setting
 
 PREFIX = "HEADRACE_"
 DEFAULT_MODEL = "smollm2-135m-instruct"
@@ -39,41 +38,6 @@ class SettingsError(ValueError):
     """A setting that cannot be used; the text is one sentence that names it."""
 
 
-def _setting(default: Any, description: str, *, option: str = "", secret: bool = False, **bounds: Any) -> Any:
-    """option: the command-line name where it is not the field's. A secret appears in no repr, log or help text."""
-    extra: dict[str, Any] = {"option": option, "secret": secret}
-    return Field(default, description=description, repr=not secret, json_schema_extra=extra, **bounds)
-
-
-def _comma_separated(value: Any) -> Any:
-    return [part.strip() for part in value.split(",") if part.strip()] if isinstance(value, str) else value
-
-
-def _only(*supported: Any) -> AfterValidator:
-    def check(value: Any) -> Any:
-        if value not in supported:
-            raise ValueError(f"{value} is not supported yet, only {' or '.join(map(str, supported))}")
-        return value
-
-    return AfterValidator(check)
-
-
-def _check_redis_url(url: str) -> str:
-    if urllib.parse.urlsplit(url).scheme not in ("redis", "rediss", "unix"):
-        raise ValueError("must begin with redis://, rediss:// or unix://")
-    return url
-
-
-def _check_served_name(name: str) -> str:
-    # it is the hash tag of every Redis key of the model
-    if len(name) > 128 or any(c in "{}" or not c.isprintable() for c in name):
-        raise ValueError("must be at most 128 printable characters without braces")
-    return name
-
-
-Words = Annotated[tuple[str, ...], BeforeValidator(_comma_separated)]
-Folder = Annotated[Path, AfterValidator(Path.expanduser)]
-RedisUrl = Annotated[str, AfterValidator(_check_redis_url)]
 PREFIX_CACHING_HELP = "share the KV blocks of equal prompt prefixes"
 
 
@@ -91,12 +55,14 @@ class CommonSettings(Section):
         "Redis of the deployment (redis://, rediss://, unix://); `serve` brings its own if none is given",
         secret=True,
     )
+    redis_ca_file: ReadableFile = _setting("", "certificates that vouch for a rediss:// server; the system's if empty")
+    redis_cert_file: ReadableFile = _setting("", "certificate of this service for a rediss:// server that asks for one")
+    redis_key_file: ReadableFile = _setting("", "private key of --redis-cert-file; in the same file when empty")
+    volatile: bool = _setting(False, "accept a Redis without an append-only file, whose restart forgets requests")
     model: str = _setting(
         DEFAULT_MODEL, "model: a known name, a .gguf file, a Hugging Face folder, or hf:org/name", min_length=1
     )
-    served_model_name: Annotated[str, AfterValidator(_check_served_name)] = _setting(
-        "", "name that clients use; derived from the model when empty"
-    )
+    served_model_name: ServedName = _setting("", "name that clients use; derived from the model when empty")
     secret: str = _setting("", "deployment secret that salts cached blocks, the same for every gateway", secret=True)
     log_level: Literal["debug", "info", "warning", "error"] = _setting("info", "least severe level that is logged")
     log_format: Literal["text", "json"] = _setting("text", "log lines for people or as JSON")
@@ -112,6 +78,21 @@ class CommonSettings(Section):
         "", "for tests: the process dies at that moment, as `after-commit:3` says", pattern=f"^{crash_points.NAME}$"
     )
 
+    @model_validator(mode="after")
+    def _files_need_tls(self) -> CommonSettings:
+        files = self.redis_ca_file or self.redis_cert_file or self.redis_key_file
+        if files and not self.redis_url.startswith("rediss://"):
+            raise ValueError("redis_ca_file, redis_cert_file and redis_key_file need a rediss:// address")
+        return self
+
+    @property
+    def redis_address(self) -> str:
+        """redis_url and the files of its TLS, as `bus.connect` takes it."""
+        files = {"ssl_ca_certs": self.redis_ca_file, "ssl_certfile": self.redis_cert_file,
+                 "ssl_keyfile": self.redis_key_file}  # fmt: skip
+        query = urllib.parse.urlencode({name: file for name, file in files.items() if file})
+        return self.redis_url + (("&" if "?" in self.redis_url else "?") + query if query else "")
+
     @property
     def served_name(self) -> str:
         """The model's name for clients and in Redis keys; the same in every service, loaded or not."""
@@ -119,7 +100,7 @@ class CommonSettings(Section):
             return self.served_model_name
         name = self.model.removeprefix("hf:")
         is_path = name == self.model and ("/" in name or name.endswith(".gguf"))
-        return _check_served_name(Path(os.path.abspath(name)).name.removesuffix(".gguf") if is_path else name)
+        return check_served_name(Path(os.path.abspath(name)).name.removesuffix(".gguf") if is_path else name)
 
 
 class GatewaySettings(Section):
@@ -218,15 +199,6 @@ SERVE_SECTIONS: tuple[type[Section], ...] = (
 ALL_SECTIONS: tuple[type[Section], ...] = (*SERVE_SECTIONS, ClientSettings)
 
 S = TypeVar("S", bound=Section)
-
-
-def is_loopback(host: str) -> bool:
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 def variable(field: str) -> str:

@@ -14,6 +14,7 @@ from typing import Any
 
 import redis
 
+from shared import redis_acl
 from shared.embedded_redis import Server, server_command, socket_path
 
 
@@ -56,20 +57,44 @@ def free_port() -> int:
 
 
 @contextlib.contextmanager
-def running_redis(server: Server, folder: Path, append_only: bool = False) -> Iterator[str]:
-    """A real server of its own in the folder, for the time of the block; its URL."""
+def running_redis(server: Server, folder: Path, append_only: bool = True) -> Iterator[str]:
+    """A real server of its own in the folder, for the time of the block; its URL, for a user who may do anything."""
     folder.mkdir(parents=True, exist_ok=True)
     path = socket_path(folder)
-    process = subprocess.Popen(server_command(server, folder, path, append_only=append_only))
+    users = write_users(folder)
+    process = subprocess.Popen(server_command(server, folder, path, append_only=append_only, acl_file=users))
     url = f"unix://{path}"
     try:
         with redis.Redis.from_url(url) as client:
             wait_until_sync(lambda: process.poll() is not None or _answers(client))
         assert process.poll() is None, (folder / "redis.log").read_text()
         yield url
+        assert refused_by(url) == []
     finally:
         process.terminate()
         process.wait(10)
+
+
+def write_users(folder: Path) -> Path:
+    """An ACL file with the users of a deployment, whose passwords are their names; `default` is for the test itself."""
+    path = folder / "users.acl"
+    text = redis_acl.acl_file({user.name: user.name for user in redis_acl.USERS})
+    path.write_text(text.replace("user default off\n", "user default on nopass ~* &* +@all\n"))
+    return path
+
+
+def url_as(url: str, user: str) -> str:
+    """The same server for a user of the ACL file."""
+    scheme, _, rest = url.partition("://")
+    return f"{scheme}://{user}:{user}@{rest}"
+
+
+def refused_by(url: str) -> list[str]:
+    """What the users of the ACL file were refused lately; empty while services keep to what is theirs."""
+    with redis.Redis.from_url(url) as client:
+        found: Any = client.acl_log()
+    return [f"{e['username']}: {e['object']} ({e['reason']})" for e in found
+            if e["username"] in redis_acl.BY_NAME and e["reason"] != "auth"]  # fmt: skip
 
 
 def _answers(client: redis.Redis) -> bool:

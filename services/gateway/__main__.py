@@ -33,9 +33,9 @@ async def serve(stop: Stop, common: CommonSettings, own: GatewaySettings) -> int
     except (UnsafeParser, model_source.ModelSourceError, TokenizerError, chat_template.ChatTemplateError) as e:
         log.error("%s", e)
         return EXIT_CONFIG
-    redis = bus.connect(common.redis_url)
+    redis = bus.connect(common.redis_address)
     try:
-        if not await redis_answers(redis, stop):
+        if not await redis_answers(redis, stop, volatile=common.volatile):
             return 0
         await GatewayService(redis, tokenizer, common, own).run(stop)
     except CannotListen as e:

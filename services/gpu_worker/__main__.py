@@ -61,9 +61,9 @@ async def serve(stop: Stop, common: CommonSettings, own: WorkerSettings, scripte
     if loaded is None:
         return 0
     engine, validate, cost = loaded
-    clients = [bus.connect(common.redis_url) for _ in range(3)]
+    clients = [bus.connect(common.redis_address) for _ in range(3)]
     try:
-        if not await redis_answers(clients[0], stop):
+        if not await redis_answers(clients[0], stop, volatile=common.volatile):
             return 0
         service = WorkerService(
             clients[0], common.served_name, engine, validate=validate, name=socket.gethostname(),

@@ -11,9 +11,9 @@ from shared.settings import CommonSettings, SchedulerSettings
 
 
 async def serve(stop: Stop, common: CommonSettings, own: SchedulerSettings) -> int:
-    clients = [bus.connect(common.redis_url) for _ in range(3)]
+    clients = [bus.connect(common.redis_address) for _ in range(3)]
     try:
-        if not await redis_answers(clients[0], stop):
+        if not await redis_answers(clients[0], stop, volatile=common.volatile):
             return 0
         service = SchedulerService(
             clients[0], common.served_name, incarnation=common.incarnation, blocking=clients[1], heartbeat=clients[2],

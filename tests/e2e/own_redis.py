@@ -9,7 +9,7 @@ from types import TracebackType
 import redis
 
 from shared.embedded_redis import find_server, server_command, socket_path
-from tests.helpers import wait_until_sync
+from tests.helpers import refused_by, wait_until_sync, write_users
 
 
 class OwnRedis:
@@ -24,11 +24,18 @@ class OwnRedis:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        self.kill()
+        try:
+            if error is None and self._process is not None and self._process.poll() is None:
+                assert refused_by(self.url) == []
+        finally:
+            self.kill()
 
     def start(self) -> None:
         """Returns when it answers."""
-        self._process = subprocess.Popen(server_command(find_server(), self._folder, socket_path(self._folder)))
+        command = server_command(
+            find_server(), self._folder, socket_path(self._folder), acl_file=write_users(self._folder)
+        )
+        self._process = subprocess.Popen(command)
         wait_until_sync(self._answers)
 
     @property

@@ -3,7 +3,7 @@
 Owns the processes and their logs. Nobody supervises them: what dies stays dead until a test restarts it, and unless a
 test `report`s a death, others learn of it when the lease runs out. At its end every stack must be at rest, must have
 logged no error that the test did not announce, and must stop in order. Several stacks share a Redis: each has a model
-name of its own.
+name of its own. Each service has only the rights of its own Redis user.
 """
 
 from __future__ import annotations
@@ -32,12 +32,16 @@ from shared.leases import new_incarnation
 from shared.protocol import MemberKind
 from shared.scripts import Scripts
 from shared.settings import child_environ, current_environ, variable
+from tests import helpers
 from tests.e2e.process import Process
 from tests.e2e.state import State
 from tests.helpers import wait_until
 
 SERVICES: dict[MemberKind, str] = {
     "gateway": "gateway", "scheduler": "scheduler", "store": "cache_store", "worker": "gpu_worker",
+}  # fmt: skip
+REDIS_USERS: dict[MemberKind, str] = {
+    "gateway": "gateway", "scheduler": "scheduler", "store": "cache-store", "worker": "worker",
 }  # fmt: skip
 START_TIMEOUT_S = 40.0
 STOP_TIMEOUT_S = 10.0
@@ -116,6 +120,8 @@ class Stack:
         service = SERVICES[kind]
         incarnation = new_incarnation(kind)
         settings = self.own_settings(kind, index) | {"incarnation": incarnation} | settings
+        redis_url = str(settings.get("redis_url", self.redis_url))
+        settings["redis_url"] = helpers.url_as(redis_url, REDIS_USERS[kind])
         own = {variable(k): str(v) for k, v in settings.items()}
         environ = modules.environ(child_environ(current_environ() | self.environ, service, own))
         if self.tree is not None:

@@ -22,11 +22,11 @@ import redis
 
 from services import serve as serve_module
 from services.serve import CannotServe, Plan, check_ports, programs
-from shared.embedded_redis import StateFolder
+from shared.embedded_redis import StateFolder, find_server
 from shared.runtime import EXIT_CONFIG
 from shared.scripts import prefix_of
 from shared.settings import DEFAULT_MODEL, SCRIPTED_MODEL, SettingsError
-from tests.helpers import free_port, wait_until_sync
+from tests.helpers import free_port, running_redis, wait_until_sync
 
 wait = functools.partial(wait_until_sync, timeout=30)  # several interpreters start at once
 
@@ -250,6 +250,27 @@ def test_a_given_redis_is_used_and_none_is_started(start: Callable[..., Serving]
     serving.ready()
     assert "redis" not in serving.children() and not serving.state.exists()
     assert serving.settings_of("scheduler")["HEADRACE_REDIS_URL"] == redis_url
+
+
+def test_a_given_redis_that_forgets_is_refused_unless_that_is_wanted(
+    start: Callable[..., Serving], tmp_path: Path
+) -> None:
+    with running_redis(find_server(), tmp_path / "forgetful", append_only=False) as url:
+        serving = start(redis_url=url)
+        assert serving.process.wait(20) == 1
+        assert "keeps no append-only file" in serving.text and "--volatile" in serving.text
+        assert "settings {" not in serving.text  # nothing was started
+        start(redis_url=url, volatile="1").ready()
+
+
+def test_its_own_redis_keeps_what_is_written_unless_told_not_to(start: Callable[..., Serving]) -> None:
+    serving = start(volatile="1")
+    serving.ready()
+    assert not (serving.state / "appendonlydir").exists()
+    serving.process.terminate()
+    serving.process.wait(20)
+    start().ready()
+    assert (serving.state / "appendonlydir").exists()
 
 
 def test_numbers_of_services_and_their_ports() -> None:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from shared import bootstrap
-from shared.bus import NoRedis
+from shared.bus import NoRedis, UnfitRedis
 from shared.runtime import EXIT_CONFIG, Stop
 from shared.settings import CommonSettings, SchedulerSettings, SettingsError
 
@@ -24,7 +24,12 @@ def logging_as_before() -> Iterator[None]:
 
 
 @pytest.mark.parametrize(
-    "error, status", [(NoRedis("Redis does not answer"), 1), (SettingsError("that is wrong"), EXIT_CONFIG)]
+    "error, status",
+    [
+        (NoRedis("Redis does not answer"), 1),
+        (SettingsError("that is wrong"), EXIT_CONFIG),
+        (UnfitRedis("Redis keeps nothing"), EXIT_CONFIG),
+    ],
 )
 def test_what_keeps_it_from_serving_is_one_sentence(
     error: Exception, status: int, capsys: pytest.CaptureFixture[str]
