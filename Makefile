@@ -23,7 +23,7 @@ WHEELS := $(if $(wildcard wheels/*.whl),--find-links wheels)
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check $(WHEELS)
 PYTEST := $(BIN)/python -m pytest -q -n 2 --dist loadfile
 
-.PHONY: help serve test test-slow chaos lint format docs size bench wheels clean
+.PHONY: help serve test test-slow chaos lint format docs size bench wheels secrets clean
 
 help:
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 20
@@ -70,6 +70,11 @@ wheels: $(VENV)/.made ## put a CPU build of torch into wheels/, for images
 		$(if $(TORCH_INDEX_URL),--index-url $(TORCH_INDEX_URL)) --dest wheels '$(TORCH)'
 	@ls wheels/torch-*cpu*.whl >/dev/null 2>&1 || { rm -f wheels/torch-*.whl; \
 		echo 'That was no CPU build: give TORCH_INDEX_URL (see the head of the Makefile).' >&2; exit 1; }
+
+secrets: .env ## make the passwords for compose.yaml, once
+
+.env:
+	(umask 077 && deploy/redis/make-secrets > .env.new && mv .env.new .env)
 
 clean: ## remove what was made here (not the state and models of `serve`)
 	rm -rf $(VENV) build *.egg-info .mypy_cache .ruff_cache .hypothesis

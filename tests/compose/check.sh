@@ -90,6 +90,7 @@ same_as_undisturbed() { # FOLDER
 
 if [ "${1:-}" != --running ]; then
     say "starting"
+    make -s secrets
     docker compose up -d --build "${SCALE[@]}"
 fi
 wait_for 600 "not everything is up" all_answer
