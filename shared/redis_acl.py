@@ -48,7 +48,7 @@ USERS = (
         "scheduler",
         (*LIFE, "assign", "bury", "cancel_if", "condemn", "drop_lease", "finish", "forget_scheduler", "open_queue",
          "plan", "requeue", "send", "take_lease"),
-        (*RECORDS, "info", "xread", "xreadgroup", "xautoclaim", "xrevrange", "hdel", "set"),
+        (*RECORDS, "info", "time", "xread", "xreadgroup", "xautoclaim", "xrevrange", "hdel", "set"),
         ("lease:*", "inbox:*", "cache:*", "metrics:scheduler:*"),
     ),
     User(

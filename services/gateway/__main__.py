@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import sys
 
-from services.gateway import byte_tokenizer, chat_template
+from services.gateway import byte_tokenizer
+from services.gateway.chat_template import ChatTemplateError
 from services.gateway.http_server import UnsafeParser, check_parser
 from services.gateway.service import CannotListen, GatewayService
 from services.gateway.tokenization import Tokenizer, TokenizerError
@@ -20,24 +21,26 @@ def load_tokenizer(common: CommonSettings) -> Tokenizer:
     """The served model's; ValueError with one sentence for the operator where there is none."""
     if common.model == SCRIPTED_MODEL:
         return byte_tokenizer.byte_tokenizer()
-    tokenizer = Tokenizer.from_source(model_source.resolve(common.model, common.cache_dir))
-    if tokenizer.chat_template is not None:
-        chat_template.check(tokenizer.chat_template)
-    return tokenizer
+    return Tokenizer.from_source(model_source.resolve(common.model, common.cache_dir))
 
 
 async def serve(stop: Stop, common: CommonSettings, own: GatewaySettings) -> int:
     try:
         check_parser()
         tokenizer = load_tokenizer(common)
-    except (UnsafeParser, model_source.ModelSourceError, TokenizerError, chat_template.ChatTemplateError) as e:
+    except (UnsafeParser, model_source.ModelSourceError, TokenizerError) as e:
         log.error("%s", e)
         return EXIT_CONFIG
     redis = bus.connect(common.redis_address)
     try:
         if not await redis_answers(redis, stop, volatile=common.volatile):
             return 0
-        await GatewayService(redis, tokenizer, common, own).run(stop)
+        service = GatewayService(redis, tokenizer, common, own)
+        await service.intake.start()
+        await service.run(stop)
+    except ChatTemplateError as e:
+        log.error("%s", e)
+        return EXIT_CONFIG
     except CannotListen as e:
         log.error("%s", e)
         return 1

@@ -1,8 +1,9 @@
 """Renders a conversation with the model's own chat template, in a sandbox. *Pure.*
 
 Templates come from the model's files or the operator, never from a request. The sandbox forbids attribute walks and
-changes; the text's size, ranges and multiplications are bounded here, because a sandbox bounds none of them. Behaves
-as transformers' `apply_chat_template` does, so that published templates give the same text.
+changes; the text's size, ranges and multiplications are bounded here, because a sandbox bounds none of them. Time and
+memory are bounded by where this runs (`template_process.py`), and it runs nowhere else. Behaves as transformers'
+`apply_chat_template` does, so that published templates give the same text.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from services.gateway.errors import BadRequest
 MAX_OUTPUT_CHARS = 1 << 24
 MAX_RANGE_STEPS = 1 << 20  # of all ranges in one rendering
 MAX_REPEATED_ITEMS = 1 << 20  # result of multiplying a text or a list
+CANNOT_RENDER = "the model's chat template cannot render these messages"
 
 Message = dict[str, Any]
 
@@ -66,7 +68,7 @@ def render(
     except ChatTemplateError:
         raise
     except Exception as e:  # a template can raise whatever an expression can
-        raise ChatTemplateError("the model's chat template cannot render these messages", param="messages") from e
+        raise ChatTemplateError(CANNOT_RENDER, param="messages") from e
     return "".join(pieces)
 
 

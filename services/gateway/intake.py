@@ -26,6 +26,7 @@ from services.gateway.openai_schema import (
 )
 from services.gateway.preparation import PreparedPrompt
 from services.gateway.request_parsing import parse
+from services.gateway.template_pool import TemplatePool, encode_call, text_of
 from services.gateway.tokenization import Tokenizer
 
 INLINE_BODY_BYTES = 4096  # of a body that takes about a millisecond; longer ones are read in a thread
@@ -43,23 +44,31 @@ class Intake:
         self._fleet = fleet
         self._max_choices = max_choices
         self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="intake")
+        self._templates = TemplatePool(tokenizer.chat_template or "", tokenizer.template_tokens)
 
-    def close(self) -> None:
+    async def start(self) -> None:
+        """ChatTemplateError if the model has a chat template that cannot be used."""
+        if self.tokenizer.chat_template is not None:
+            await self._templates.start()
+
+    async def close(self) -> None:
+        await self._templates.close()
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     async def generation(self, cls: type[G], body: bytes) -> tuple[G, list[PreparedPrompt]]:
         """The checked request and its prompts. A wrong request is refused as such also when no worker is alive."""
 
-        def prepare() -> tuple[G, list[PreparedPrompt]]:
-            request = self._parse(cls, body)
-            limits = self._fleet.limits(self._max_choices)
-            prompts = preparation.build_specs(
-                request, self.tokenizer, limits, draw_seed=lambda: secrets.randbits(64), now=datetime.now(UTC),
-                fingerprint=self._fleet.fingerprint(),
-            )  # fmt: skip
-            return request, prompts
+        request, call = await self._run(body, lambda: self._read(cls, body))
+        answer = await self._templates.render(call) if call else b""
 
-        return await self._run(body, prepare)
+        def prepare() -> list[PreparedPrompt]:
+            return preparation.build_specs(
+                request, self.tokenizer, self._fleet.limits(self._max_choices), draw_seed=lambda: secrets.randbits(64),
+                now=datetime.now(UTC), fingerprint=self._fleet.fingerprint(),
+                chat_text=text_of(answer) if answer else "",
+            )  # fmt: skip
+
+        return request, await self._run(body, prepare)
 
     async def digest(self, api: str, body: bytes) -> str:
         """Of a call as it is repeated: equal whatever the order of its fields, and whether it is streamed or not."""
@@ -74,16 +83,27 @@ class Intake:
         return await self._run(body, take)
 
     async def tokenize(self, body: bytes) -> tuple[TokenizeRequest, list[int]]:
-        def prepare() -> tuple[TokenizeRequest, list[int]]:
-            request = self._parse(TokenizeRequest, body)
-            return request, preparation.tokenize(request, self.tokenizer, datetime.now(UTC))
+        request, call = await self._run(body, lambda: self._read(TokenizeRequest, body))
+        answer = await self._templates.render(call) if call else b""
 
-        return await self._run(body, prepare)
+        def prepare() -> list[int]:
+            return preparation.tokenize(request, self.tokenizer, text_of(answer) if answer else "")
+
+        return request, await self._run(body, prepare)
 
     async def detokenize(self, body: bytes) -> str:
         return await self._run(
             body, lambda: preparation.detokenize(self._parse(DetokenizeRequest, body), self.tokenizer)
         )
+
+    def _read(self, cls: type[R], body: bytes) -> tuple[R, bytes]:
+        """The checked request, and the call that renders its messages where it has any."""
+        request = self._parse(cls, body)
+        messages = preparation.conversation(request, self.tokenizer)
+        if messages is None:
+            return request, b""
+        with_prompt = not isinstance(request, TokenizeRequest) or request.add_generation_prompt
+        return request, encode_call(messages, datetime.now(UTC), add_generation_prompt=with_prompt)
 
     def _parse(self, cls: type[R], body: bytes) -> R:
         request = parse(cls, json_reader.loads(body))

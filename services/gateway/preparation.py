@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
-from services.gateway import chat_template
 from services.gateway.chat_messages import parse_messages
+from services.gateway.chat_template import Message
 from services.gateway.errors import BadRequest
 from services.gateway.json_reader import shown
 from services.gateway.openai_schema import (
@@ -21,6 +21,7 @@ from services.gateway.openai_schema import (
     CompletionRequest,
     DetokenizeRequest,
     GenerationRequest,
+    Request,
     TokenizeRequest,
 )
 from services.gateway.tokenization import Tokenizer
@@ -68,15 +69,17 @@ def build_specs(
     draw_seed: Callable[[], int],
     now: datetime,
     fingerprint: str | None = None,
+    chat_text: str = "",
 ) -> list[PreparedPrompt]:
     """One entry a prompt, in order; choice c of entry i has index i * num_choices + c in the response.
 
-    draw_seed gives 64 random bits for each prompt of a request without a seed.
+    draw_seed gives 64 random bits for each prompt of a request without a seed. chat_text: the messages of a chat, as
+    the model's template renders them.
     """
     num_choices = request.n or 1
     _check_together(request, limits)
     if isinstance(request, ChatCompletionRequest):
-        prompts, param = [chat_prompt(request.messages, tokenizer, now, limits)], "messages"
+        prompts, param = [chat_prompt(chat_text, tokenizer, limits)], "messages"
     else:
         prompts, param = completion_prompts(request.prompt, tokenizer, limits), "prompt"
     if len(prompts) * num_choices > limits.max_choices:
@@ -89,24 +92,19 @@ def build_specs(
     ]
 
 
-def chat_prompt(
-    messages: list[dict[str, Any]],
-    tokenizer: Tokenizer,
-    now: datetime,
-    limits: Limits | None = None,
-    *,
-    add_generation_prompt: bool = True,
-) -> list[int]:
-    """The template writes the special tokens, BOS too, so that none is added. limits None: any length."""
+def conversation(request: Request, tokenizer: Tokenizer) -> list[Message] | None:
+    """The messages of a request as the model's template takes them; None where it has none."""
+    if isinstance(request, TokenizeRequest) and (request.prompt is None) == (request.messages is None):
+        raise BadRequest("give either prompt or messages", param="prompt")
+    if not isinstance(request, ChatCompletionRequest | TokenizeRequest) or request.messages is None:
+        return None
     if tokenizer.chat_template is None:
         raise BadRequest("the model has no chat template; use /v1/completions", param="messages")
-    text = chat_template.render(
-        tokenizer.chat_template,
-        parse_messages(messages),
-        now=now,
-        add_generation_prompt=add_generation_prompt,
-        special_tokens=tokenizer.template_tokens,
-    )
+    return parse_messages(request.messages)
+
+
+def chat_prompt(text: str, tokenizer: Tokenizer, limits: Limits | None = None) -> list[int]:
+    """The template has written the special tokens, BOS too, so that none is added. limits None: any length."""
     if limits is not None:
         _check_length(text, tokenizer, limits, "messages")
     return tokenizer.encode(text, add_special_tokens=False)
@@ -150,12 +148,10 @@ def checked_ids(values: Sequence[Any], vocab_size: int, path: str) -> list[int]:
     return ids
 
 
-def tokenize(request: TokenizeRequest, tokenizer: Tokenizer, now: datetime) -> list[int]:
-    """The ids that the same prompt or messages would have in a request."""
-    if (request.prompt is None) == (request.messages is None):
-        raise BadRequest("give either prompt or messages", param="prompt")
+def tokenize(request: TokenizeRequest, tokenizer: Tokenizer, chat_text: str = "") -> list[int]:
+    """The ids that the same prompt or messages would have in a request; chat_text as in `build_specs`."""
     if request.messages is not None:
-        ids = chat_prompt(request.messages, tokenizer, now, add_generation_prompt=request.add_generation_prompt)
+        ids = chat_prompt(chat_text, tokenizer)
         return tokenizer.surrounded(ids) if request.add_special_tokens else ids
     assert request.prompt is not None
     if request.add_special_tokens is False:

@@ -64,7 +64,7 @@ class GatewayService:
         self.fleet = Fleet(redis, records, self._scripts.prefix)
         self.bodies = Bodies(own.max_body_bytes)
         self.metrics = GatewayMetrics()
-        self._intake = Intake(tokenizer, common.served_name, self.fleet, own.max_num_choices)
+        self.intake = Intake(tokenizer, common.served_name, self.fleet, own.max_num_choices)
         self.listening = asyncio.Event()
         self.port = 0
 
@@ -75,9 +75,9 @@ class GatewayService:
             self._own, self._common.served_name, secret, self.inflight, self.fleet, self.metrics, RequestIds(secret),
             self.bodies,
         )  # fmt: skip
-        pages = PageRoutes(state, self._intake, self.render_metrics, int(time.time()))
-        streams = StreamRoutes(state, self._intake.tokenizer)
-        self.app = make_app(state, CompletionRoutes(state, self._intake, streams), streams, pages)
+        pages = PageRoutes(state, self.intake, self.render_metrics, int(time.time()))
+        streams = StreamRoutes(state, self.intake.tokenizer)
+        self.app = make_app(state, CompletionRoutes(state, self.intake, streams), streams, pages)
         runner = Runner(self.app, shutdown_timeout_s=HANDLER_END_S)
         await runner.setup()
         try:
@@ -88,7 +88,7 @@ class GatewayService:
         finally:
             await runner.cleanup()
             await self._leave()
-            self._intake.close()
+            await self.intake.close()
 
     async def _serve(self, state: GatewayState, runner: Runner, stop: Stop) -> None:
         drained = Stop()

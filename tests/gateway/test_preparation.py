@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
+from services.gateway import chat_template
 from services.gateway.errors import BadRequest
 from services.gateway.openai_schema import ChatCompletionRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
-from services.gateway.preparation import Limits, PreparedPrompt, build_specs, detokenize, tokenize
+from services.gateway.preparation import Limits, PreparedPrompt, build_specs, conversation, detokenize, tokenize
 from services.gateway.request_parsing import parse
 from tests.gateway.tiny_tokenizers import ASCII, tiny_tokenizer
 
@@ -28,8 +29,18 @@ def completion(limits: Limits = LIMITS, **fields: Any) -> list[PreparedPrompt]:
 
 def chat(limits: Limits = LIMITS, **fields: Any) -> PreparedPrompt:
     request = parse(ChatCompletionRequest, {"messages": ONE_MESSAGE} | fields)
-    [prepared] = build_specs(request, TOKENIZER, limits, draw_seed=lambda: 77, now=NOW)
+    [prepared] = build_specs(request, TOKENIZER, limits, draw_seed=lambda: 77, now=NOW, chat_text=rendered(request))
     return prepared
+
+
+def rendered(request: ChatCompletionRequest | TokenizeRequest) -> str:
+    messages = conversation(request, TOKENIZER)
+    if messages is None:
+        return ""
+    with_prompt = not isinstance(request, TokenizeRequest) or request.add_generation_prompt
+    return chat_template.render(
+        TEMPLATE, messages, now=NOW, add_generation_prompt=with_prompt, special_tokens=TOKENIZER.template_tokens
+    )
 
 
 def refused(call: Any, **fields: Any) -> BadRequest:
@@ -93,7 +104,7 @@ def test_case_12_a_chat_prompt_has_the_template_s_bos_only() -> None:
     no_template = tiny_tokenizer(ASCII, ["<e>"], eos="<e>")
     request = parse(ChatCompletionRequest, {"messages": ONE_MESSAGE})
     with pytest.raises(BadRequest, match="no chat template"):
-        build_specs(request, no_template, LIMITS, draw_seed=lambda: 1, now=NOW)
+        conversation(request, no_template)
 
 
 # --- lengths ------------------------------------------------------------------------------------------------------
@@ -272,13 +283,14 @@ def test_text_parameters() -> None:
     ],
 )
 def test_tokenize(body: dict[str, Any], expected: list[int]) -> None:
-    assert tokenize(parse(TokenizeRequest, body), TOKENIZER, NOW) == expected
+    request = parse(TokenizeRequest, body)
+    assert tokenize(request, TOKENIZER, rendered(request)) == expected
 
 
 def test_tokenize_takes_one_of_the_two() -> None:
     for body in ({}, {"prompt": "x", "messages": ONE_MESSAGE}):
         with pytest.raises(BadRequest):
-            tokenize(parse(TokenizeRequest, body), TOKENIZER, NOW)
+            conversation(parse(TokenizeRequest, body), TOKENIZER)
 
 
 def test_detokenize() -> None:
