@@ -40,15 +40,15 @@ class User:
 LIFE = ("join", "refresh", "gone")
 USERS = (
     User(
-        "gateway", (*LIFE, "admit", "attach", "cancel_if", "finish"),
-        (*RECORDS, "info", "xread", "xrevrange", "get", "set"),
+        "gateway", (*LIFE, "admit", "attach", "cancel_if", "detach", "finish"),
+        (*RECORDS, "info", "time", "xread", "xrevrange", "get", "set"),
         ("lease:*", "out:*", "metrics:*", "secret"),
     ),
     User(
         "scheduler",
-        (*LIFE, "assign", "bury", "cancel_if", "condemn", "drop_lease", "finish", "forget_scheduler", "open_queue",
-         "plan", "requeue", "send", "take_lease"),
-        (*RECORDS, "info", "time", "xread", "xreadgroup", "xautoclaim", "xrevrange", "hdel", "set"),
+        (*LIFE, "assign", "bury", "cancel_if", "condemn", "drop_lease", "finish", "forget_scheduler", "offer",
+         "open_queue", "plan", "requeue", "send", "take_lease"),
+        (*RECORDS, "info", "scard", "time", "xread", "xreadgroup", "xautoclaim", "xrevrange", "hdel", "set"),
         ("lease:*", "inbox:*", "cache:*", "metrics:scheduler:*"),
     ),
     User(
