@@ -18,7 +18,15 @@ from typing import Any
 from redis.asyncio import Redis
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
-from redis.exceptions import BusyLoadingError, ConnectionError, RedisError, TimeoutError
+from redis.exceptions import (
+    BusyLoadingError,
+    ConnectionError,
+    OutOfMemoryError,
+    ReadOnlyError,
+    RedisError,
+    ResponseError,
+    TimeoutError,
+)
 
 log = logging.getLogger(__name__)
 
@@ -30,6 +38,20 @@ _REFUSED = re.compile("invalid username-password|WRONGPASS|NOAUTH|Authentication
 LOST = (ConnectionError, TimeoutError, BusyLoadingError, OSError)
 
 
+class CannotWrite(ConnectionError):
+    """Redis answers but refuses writes (full, its disk too, or a replica by now): as good as away until it does not."""
+
+
+# How a server says so: redis-py knows some by class, and strips the word; a script's error carries it in the middle on
+# 6.2, so that it has no class there.
+_CANNOT_WRITE = (OutOfMemoryError, ReadOnlyError)
+_CANNOT_WRITE_WORDS = ("OOM command not allowed", "MISCONF", "READONLY", "NOREPLICAS")
+
+
+def refuses_writes(error: ResponseError) -> bool:
+    return isinstance(error, _CANNOT_WRITE) or any(word in str(error) for word in _CANNOT_WRITE_WORDS)
+
+
 class NoRedis(RedisError):
     """A service has waited in vain for Redis to answer; one sentence for the operator."""
 
@@ -38,13 +60,23 @@ class UnfitRedis(RedisError):
     """Redis answers and must not be used as it is; one sentence for the operator."""
 
 
+class _Client(Redis):
+    async def execute_command(self, *args: Any, **options: Any) -> Any:
+        try:
+            return await super().execute_command(*args, **options)  # type: ignore[no-untyped-call]
+        except ResponseError as e:
+            if refuses_writes(e):
+                raise CannotWrite(str(e)) from e
+            raise
+
+
 def connect(url: str) -> Redis:
     """A client with a pool of its own. Nothing is sent before the first command; replies are bytes.
 
     No retry inside the library: after a lost connection a command may or may not have run, and only the caller knows
-    that repeating it is harmless.
+    that repeating it is harmless. A command that is refused because nothing can be written raises CannotWrite.
     """
-    return Redis.from_url(
+    return _Client.from_url(
         url, socket_timeout=SOCKET_TIMEOUT_S, socket_connect_timeout=CONNECT_TIMEOUT_S, protocol=2,
         retry=Retry(NoBackoff(), 0), retry_on_error=[], health_check_interval=0, decode_responses=False,
         driver_info=None,  # its CLIENT SETINFO costs a round trip, and a service's user may not use CLIENT

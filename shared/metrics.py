@@ -16,7 +16,8 @@ import msgpack
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import Metric
 from prometheus_client.exposition import generate_latest
-from redis.exceptions import OutOfMemoryError
+
+from shared.bus import CannotWrite
 
 log = logging.getLogger(__name__)
 
@@ -91,7 +92,7 @@ def render(snapshots: Iterable[tuple[str, str, bytes]]) -> bytes:
 
 async def publish(redis: Any, prefix: str, kind: str, incarnation: str, registry: CollectorRegistry) -> None:
     """Leaves it out while Redis is full: others need the room."""
-    with contextlib.suppress(OutOfMemoryError):
+    with contextlib.suppress(CannotWrite):
         await redis.set(f"{prefix}metrics:{kind}:{incarnation}", snapshot(registry), px=SNAPSHOT_TTL_MS)
 
 

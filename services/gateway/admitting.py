@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 
 from services.gateway.admission import DrainMeter, refused, unavailable
 from services.gateway.open_request import OpenRequest
-from services.gateway.redis_calls import CannotWrite, in_time
-from shared.bus import LOST, backoff
+from services.gateway.redis_calls import in_time
+from shared.bus import LOST, CannotWrite, backoff
 from shared.protocol import RequestSpec
 from shared.scripts import Admission, KeyLimits, Scripts
 

@@ -9,19 +9,13 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
-from redis.exceptions import ConnectionError, OutOfMemoryError, ReadOnlyError, ResponseError
+from redis.exceptions import ResponseError
+
+from shared.bus import CannotWrite, refuses_writes
 
 CALL_TIMEOUT_S = 2.0  # of one try; a stalled Redis must not hold a response
-# How a server that cannot write says so: redis-py knows some by class, and strips the word; a script's error carries
-# it in the middle on 6.2, so that it has no class there.
-_CANNOT_WRITE = (OutOfMemoryError, ReadOnlyError)
-_CANNOT_WRITE_WORDS = ("OOM command not allowed", "MISCONF", "READONLY", "NOREPLICAS")
 
 T = TypeVar("T")
-
-
-class CannotWrite(ConnectionError):
-    """Redis answers but refuses writes: as good as away for all but an admission, which is refused at once."""
 
 
 async def in_time(call: Awaitable[T], timeout_s: float = CALL_TIMEOUT_S) -> T:
@@ -30,7 +24,7 @@ async def in_time(call: Awaitable[T], timeout_s: float = CALL_TIMEOUT_S) -> T:
         async with asyncio.timeout(timeout_s):
             return await call
     except ResponseError as e:
-        if isinstance(e, _CANNOT_WRITE) or any(word in str(e) for word in _CANNOT_WRITE_WORDS):
+        if refuses_writes(e):
             raise CannotWrite(str(e)) from e
         raise
 

@@ -17,7 +17,7 @@ import redis
 from shared.protocol import Match, Matched, Member, Outcome, TokenChunk, decode, decode_as, encode, pack_ids
 from shared.scripts import SCHEDULER_GROUP, prefix_of
 
-PROBE = "bystander"
+PROBE = "inbox:bystander"
 STREAMS = {"gateway": "out", "scheduler": "inbox", "store": "cache", "worker": "plan"}
 MAX_STREAM_LENGTH = 4
 LASTING = {"requests", "queue", "members", "term", "events", "secret", "dead"}

@@ -24,7 +24,7 @@ from tests.e2e.load import USAGE, mixed, plain, words
 from tests.helpers import free_port, wait_until
 
 ERROR = re.compile(r" ERROR |Traceback|Warning: ")
-NAMES = {"gateway", "scheduler", "cache_store", "gpu_worker", "redis"}
+NAMES = {"gateway", "gateway.template_process", "scheduler", "cache_store", "gpu_worker", "redis"}
 
 
 class Serving:

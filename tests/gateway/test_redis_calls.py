@@ -7,8 +7,8 @@ import asyncio
 import pytest
 from redis.exceptions import ConnectionError, OutOfMemoryError, ReadOnlyError, ResponseError
 
-from services.gateway.redis_calls import CannotWrite, Owed, in_time
-from shared.bus import LOST
+from services.gateway.redis_calls import Owed, in_time
+from shared.bus import LOST, CannotWrite
 
 
 async def test_a_call_without_an_answer_counts_as_lost() -> None:

@@ -7,7 +7,6 @@ from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 from redis.asyncio import Redis
-from redis.exceptions import OutOfMemoryError
 
 from shared import bus
 from shared.protocol import (
@@ -163,8 +162,7 @@ class World:
 
 
 def is_full(error: Exception) -> bool:
-    """Redis 6.2 wraps what a command inside a script says, so the error has no class of its own there."""
-    return "OOM command not allowed" in str(error) or isinstance(error, OutOfMemoryError)
+    return isinstance(error, bus.CannotWrite) and "maxmemory" in str(error)
 
 
 def entry(
