@@ -62,8 +62,9 @@ USERS = (
         ("lease:worker:*", "plan:*", "inbox:*", "cache:*", "metrics:worker:*"),
     ),
     User(
-        "admin",  # of people: `serve`, and a look at what is there
-        ("gone",), (*RECORDS, "info", "scan", "type", "ttl", "exists", "xlen", "xrange", "xrevrange", "xpending"),
+        "admin",  # of people and their tools: `headrace serve`, `headrace dead`, and a look at what is there
+        ("gone", "retry"),
+        (*RECORDS, "info", "pttl", "scan", "type", "ttl", "exists", "xlen", "xrange", "xrevrange", "xpending"),
         ("*",),
     ),
 )  # fmt: skip

@@ -60,7 +60,7 @@ def redis_url_of(common: CommonSettings) -> str:
     """The one that is given; else that of a `serve` on this machine, if it runs."""
     embedded = socket_path(common.state_dir)
     is_given = variable("redis_url") in current_environ() or "redis_url" in common.model_fields_set
-    return common.redis_url if is_given or not embedded.exists() else f"unix://{embedded}"
+    return common.redis_address if is_given or not embedded.exists() else f"unix://{embedded}"
 
 
 async def _run(common: CommonSettings, action: str, id: str) -> None:
