@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import resource
 import subprocess
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 import redis
 
@@ -35,7 +37,8 @@ class OwnRedis:
         command = server_command(
             find_server(), self._folder, socket_path(self._folder), acl_file=write_users(self._folder)
         )
-        self._process = subprocess.Popen(command)
+        # SIGXFSZ stays ignored, as Python has it: a write beyond the limit of `fill_disk` fails as on a full disk
+        self._process = subprocess.Popen(command, restore_signals=False)
         wait_until_sync(self._answers)
 
     @property
@@ -47,6 +50,32 @@ class OwnRedis:
         assert self._process is not None
         self._process.kill()
         self._process.wait(10)
+
+    def used_memory(self) -> int:
+        with redis.Redis.from_url(self.url) as client:
+            info: Any = client.info("memory")
+            return int(info["used_memory"])
+
+    def limit_memory(self, num_bytes: int) -> None:
+        with redis.Redis.from_url(self.url) as client:
+            client.config_set("maxmemory", num_bytes)
+
+    def fill_disk(self) -> None:
+        """No file may grow from here on."""
+        files = [path for path in self._folder.rglob("*") if path.is_file() and not path.name.endswith(".sock")]
+        self._limit_files(max(path.stat().st_size for path in files))
+
+    def free_disk(self) -> None:
+        self._limit_files(resource.RLIM_INFINITY)
+
+    def _limit_files(self, num_bytes: int) -> None:
+        resource.prlimit(self.pid, resource.RLIMIT_FSIZE, (num_bytes, resource.RLIM_INFINITY))
+
+    def can_write(self) -> bool:
+        """What Redis itself says of its append-only file."""
+        with redis.Redis.from_url(self.url) as client:
+            info: Any = client.info("persistence")
+            return bool(info["aof_last_write_status"] == "ok")
 
     def _answers(self) -> bool:
         with redis.Redis.from_url(self.url) as client:
