@@ -36,6 +36,7 @@ CLAIM_IDLE_MS = 1000
 TICK_S = 0.2  # while there is work
 PROMPT_S = 0.2  # an answer with the time that takes longer tells too little
 IDLE_TICK_S = 1.0
+SILENT_TICK_S = 0.05  # while a worker says nothing: how late the end of its lease is noticed
 
 
 class SchedulerService:
@@ -278,7 +279,7 @@ class SchedulerService:
         views = self.core.workers.values()
         busy = self.core.queue or len(self.core.calls) or any(v.store == "" or v.running for v in views)
         if busy:
-            await asyncio.sleep(TICK_S)
+            await asyncio.sleep(TICK_S if self.core.hears_of_all(self._clock()) else SILENT_TICK_S)
         else:
             await wait_for_event(self._pumped, IDLE_TICK_S)
         self._pumped.clear()
