@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,8 @@ import pytest
 import tokenizers
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
+from services.gateway import tokenization
+from services.gateway.byte_tokenizer import byte_tokenizer
 from services.gateway.tokenization import Tokenizer, TokenizerError
 from shared.model_source import ModelSource
 from tests.gateway.mixed_strings import mixed_strings
@@ -201,3 +205,36 @@ def test_texts_of_tokens() -> None:
     assert [tokenizer.whole_text(i) for i in range(4)] == ["ab", None, "", "<s>"]
     assert tokenizer.stops_with_special_text(("x<s>y", "<s", "ab")) == ("x<s>y",)
     assert tiny_tokenizer(["a"]).stops_with_special_text(("a",)) == ()
+
+
+def test_a_long_text_has_the_same_ids(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = byte_tokenizer()
+    texts = [*mixed_strings(), "".join(mixed_strings()) * 2]
+    short = [tokenizer.encode(text, add_special_tokens=True) for text in texts[:-1]]
+    monkeypatch.setattr(tokenization, "LONG_TEXT_CHARS", -1)
+    assert [tokenizer.encode(text, add_special_tokens=True) for text in texts[:-1]] == short
+    long = tokenizer.encode(texts[-1], add_special_tokens=False)
+    monkeypatch.setattr(tokenization, "LONG_TEXT_CHARS", 1 << 30)
+    assert tokenizer.encode(texts[-1], add_special_tokens=False) == long
+
+
+def test_other_threads_go_on_while_a_long_text_is_encoded() -> None:
+    """Where the GIL is kept, nothing else of the gateway moves: its other clients wait for this one's prompt."""
+    tokenizer, done, begin = byte_tokenizer(), threading.Event(), threading.Event()
+
+    def encode() -> None:
+        begin.wait()
+        tokenizer.encode("1" * 600_000, add_special_tokens=False)
+        done.set()
+
+    thread = threading.Thread(target=encode)
+    thread.start()
+    began = last = time.perf_counter()
+    longest = 0.0
+    begin.set()
+    while not done.is_set():
+        time.sleep(0.001)
+        now = time.perf_counter()
+        longest, last = max(longest, now - last), now
+    thread.join()
+    assert longest < (last - began) / 2
