@@ -139,7 +139,7 @@ class SamplingParams(Message):
     repetition_penalty: float = Field(default=1.0, gt=0.0, le=100.0, allow_inf_nan=False)
     frequency_penalty: float = Field(default=0.0, ge=-2.0, le=2.0)
     presence_penalty: float = Field(default=0.0, ge=-2.0, le=2.0)
-    logit_bias: dict[TokenId, Annotated[float, Field(allow_inf_nan=False)]] = Field(
+    logit_bias: dict[TokenId, Annotated[float, Field(ge=-100.0, le=100.0)]] = Field(
         default_factory=dict, max_length=1024
     )
     stop_token_ids: tuple[TokenId, ...] = Field(default=(), max_length=128)  # EOS included unless ignore_eos
