@@ -25,6 +25,7 @@ from shared.protocol import (
     Member,
     Outcome,
     RequestSpec,
+    TokenChunk,
     encode,
 )
 
@@ -87,6 +88,14 @@ class Admission:
     @property
     def accepted(self) -> bool:
         return self.status in ("ok", "exists")
+
+
+@dataclass(frozen=True, slots=True)
+class RestoredChoice:
+    """outcome None: it goes on after these tokens."""
+
+    chunks: tuple[TokenChunk, ...]
+    outcome: Outcome | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,6 +204,19 @@ class Scripts:
     async def retry(self, rid: str, spec: RequestSpec, strikes: int, resume_ms: int) -> str:
         """ok | exists | gone. Runs a request again as spec.rid, which nobody reads, for at most resume_ms."""
         return str((await self._run("retry", rid, spec.rid, encode(spec), strikes, resume_ms)).decode())
+
+    async def restore(
+        self, spec: RequestSpec, prompt: bytes, choices: Sequence[RestoredChoice], *, gateway: str, attach: int,
+        owner: str, resume_ms: int, retention_ms: int, body_digest: str,
+    ) -> bool:  # fmt: skip
+        """Puts back a request that Redis has forgotten, as its gateway has it; False if it is there."""
+        args: list[Arg] = [spec.rid, gateway, attach, owner, resume_ms, retention_ms, body_digest]
+        args += [spec.time_limits.total_ms, spec.num_prompt_tokens, prompt, encode(spec), len(choices)]
+        for choice in choices:
+            outcome = encode(choice.outcome) if choice.outcome is not None else b""
+            args += [outcome, sum(len(chunk.ids) for chunk in choice.chunks), len(choice.chunks)]
+            args += [encode(chunk) for chunk in choice.chunks]
+        return bool(await self._run("restore", *args))
 
     async def offer(self, sid: str, epoch: int, scheduler: str) -> str:
         """ok | stale (not queued at that epoch) | offered (was, in it) | gone (that scheduler reads no more)."""

@@ -10,6 +10,7 @@ import logging
 from collections.abc import Callable, Sequence
 
 from services.gateway.admission import DrainMeter, refused, unavailable
+from services.gateway.kept import Kept
 from services.gateway.open_request import OpenRequest
 from services.gateway.redis_calls import in_time
 from shared.bus import LOST, CannotWrite, backoff
@@ -32,7 +33,7 @@ class Admitting:
 
     def __init__(
         self, scripts: Scripts, *, max_requests: int, max_tokens: int, retention_ms: int, key_limits: KeyLimits,
-        clock: Callable[[], float],
+        clock: Callable[[], float], volatile: bool = False,
     ) -> None:  # fmt: skip
         self._scripts = scripts
         self._max_requests = max_requests
@@ -40,6 +41,7 @@ class Admitting:
         self._retention_ms = retention_ms
         self._key_limits = key_limits
         self._clock = clock
+        self._volatile = volatile
         self._drained = DrainMeter()
 
     async def admit(self, requests: Sequence[OpenRequest], specs: Specs, owner: str, body_digest: str) -> None:
@@ -53,8 +55,10 @@ class Admitting:
             raise unavailable("the queue does not answer", "queue_unreachable") from None
         self._drained.read(admission.num_left, self._clock())
         is_repeated = admission.status == "exists" and bool(body_digest)
-        for request in requests:
+        for request, (spec, prompt) in zip(requests, specs, strict=True):
             request.admission = admission
+            if self._volatile:
+                request.kept = Kept(self._scripts, spec, prompt, owner, self._retention_ms, body_digest)
             request.in_redis = admission.accepted and not is_repeated  # what is there is another's
         if is_repeated:
             raise Repeated

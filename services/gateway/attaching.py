@@ -130,6 +130,10 @@ class Attaching:
                 self.moved(request, request.attach + 1)
                 return
             if attached.status != "ok":
+                if request.kept is not None and await in_time(
+                    request.kept.restore(name, request.attach, request.resume_ms)
+                ):
+                    continue
                 request.end(RequestLost())
                 return
             request.attach, request.gateway, request.attaching = attached.choices[0][1], name, ""

@@ -42,7 +42,7 @@ class Inflight:
 
     def __init__(
         self, redis: Redis, scripts: Scripts, records: Records, *, incarnation: str = "", max_requests: int,
-        max_tokens: int, retention_ms: int, key_limits: KeyLimits = UNLIMITED,
+        max_tokens: int, retention_ms: int, key_limits: KeyLimits = UNLIMITED, volatile: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:  # fmt: skip
         self._redis = redis
@@ -51,7 +51,7 @@ class Inflight:
         self._clock = clock
         self._admitting = Admitting(
             scripts, max_requests=max_requests, max_tokens=max_tokens, retention_ms=retention_ms,
-            key_limits=key_limits, clock=clock,
+            key_limits=key_limits, clock=clock, volatile=volatile,
         )  # fmt: skip
         self._membership = self._new_membership(incarnation)
         self._joined = False
@@ -254,7 +254,7 @@ class Inflight:
 
     def finish(self, request: OpenRequest, choice: int, outcome: Outcome) -> None:
         """This gateway has found the end of a choice (a stop string): the worker need not go on."""
-        request.open_choices.discard(choice)
+        request.close_choice(choice, outcome)
         sid = sequence_id(request.rid, choice)
 
         self._owed.add(f"finish {sid}", lambda: self._scripts.finish(sid, outcome))

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 
+from services.gateway.kept import Kept
 from shared.protocol import Outcome, TokenChunk, decode_as, sequence_id
 from shared.records import Records
 from shared.scripts import Admission
@@ -54,6 +55,7 @@ class OpenRequest:
         self.admitted = False
         self.abandoned = False  # the client left before the admission was answered
         self.admission: Admission | None = None  # what `admit` said
+        self.kept: Kept | None = None  # where Redis may forget it
         self.open_choices = set(range(num_choices))
         self.positions = [0] * num_choices  # tokens taken, a choice
         self._num_chunks = [0] * num_choices
@@ -137,13 +139,17 @@ class OpenRequest:
         except BaseException:
             self._forget_arrived()
             raise
+        if any(record is None for _, record, _ in found):
+            if self.kept is None or not await self.kept.restore(self.gateway, self.attach, self.resume_ms):
+                raise RequestLost
+            self.fall_behind()
+            return []
         if any(len(chunks) == PAGE_CHUNKS for _, _, chunks in found):
             self.fall_behind()
         self.unread = any(record and record.state != "done" and not record.gateway for _, record, _ in found)
         events: list[Event] = []
         for choice, record, chunks in found:
-            if record is None:
-                raise RequestLost
+            assert record is not None
             is_last_page = len(chunks) < PAGE_CHUNKS
             events += self._take_logged(choice, chunks)
             if record.state == "done" and is_last_page:
@@ -164,14 +170,22 @@ class OpenRequest:
             return []
         self.positions[choice] += len(chunk.ids)
         self._num_chunks[choice] += 1
+        if self.kept is not None:
+            self.kept.taken(choice, chunk)
         return [(choice, chunk)]
 
     def _take_outcome(self, choice: int, outcome: Outcome) -> list[Event]:
         if outcome.num_tokens > self.positions[choice]:
             self._require(choice, outcome.num_tokens)
             return []
-        self.open_choices.discard(choice)
+        self.close_choice(choice, outcome)
         return [(choice, outcome)]
+
+    def close_choice(self, choice: int, outcome: Outcome) -> None:
+        """Nothing more is waited for of this choice: it has ended so, or its text has."""
+        self.open_choices.discard(choice)
+        if self.kept is not None:
+            self.kept.taken(choice, outcome)
 
     def _require(self, choice: int, position: int) -> None:
         """A repeat needs nothing; what lies further on means that something between was missed."""

@@ -60,6 +60,7 @@ class GatewayService:
         self.inflight = Inflight(
             redis, self._scripts, records, incarnation=common.incarnation, max_requests=own.max_queued_requests,
             max_tokens=own.max_queued_tokens, retention_ms=int(common.retention_s * 1000),
+            volatile=common.volatile,
         )  # fmt: skip
         self.fleet = Fleet(redis, records, self._scripts.prefix)
         self.bodies = Bodies(own.max_body_bytes)

@@ -15,9 +15,12 @@ from tests.helpers import refused_by, wait_until_sync, write_users
 
 
 class OwnRedis:
-    def __init__(self, folder: Path) -> None:
+    """volatile: without an append-only file, so that it comes back empty."""
+
+    def __init__(self, folder: Path, volatile: bool = False) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self._folder = folder
+        self._volatile = volatile
         self._process: subprocess.Popen[bytes] | None = None
         self.url = f"unix://{socket_path(folder)}"
 
@@ -35,7 +38,11 @@ class OwnRedis:
     def start(self) -> None:
         """Returns when it answers."""
         command = server_command(
-            find_server(), self._folder, socket_path(self._folder), acl_file=write_users(self._folder)
+            find_server(),
+            self._folder,
+            socket_path(self._folder),
+            append_only=not self._volatile,
+            acl_file=write_users(self._folder),
         )
         # SIGXFSZ stays ignored, as Python has it: a write beyond the limit of `fill_disk` fails as on a full disk
         self._process = subprocess.Popen(command, restore_signals=False)
