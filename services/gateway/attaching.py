@@ -97,7 +97,9 @@ class Attaching:
         if (current := self._table.find(request.rid)) is not request:
             if current is not None and current.attach < number:  # whose own answer may still be on its way
                 current.attach = number
-            raise Moved
+            if not request.shared:
+                raise Moved
+            return  # it has been following since
         request.attach = max(request.attach, number)
         request.admitted = True
         if number > MAX_ATTACHMENTS:

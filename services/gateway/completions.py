@@ -50,7 +50,7 @@ class CompletionRoutes:
         try:
             return await answer.send(http, self.state, self.intake.tokenizer, generation, stream=request.stream)
         except Repeated:
-            return await self.streams.join(http, caller, stream=request.stream)
+            return await self.streams.join(http, caller, prompts[0].text)
 
     async def _caller(
         self, http: web.Request, body: bytes, request: ChatCompletionRequest | CompletionRequest

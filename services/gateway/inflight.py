@@ -75,6 +75,9 @@ class Inflight:
         """Those that are open."""
         return self._table.all()
 
+    def is_open(self, rid: str) -> bool:  # or being admitted
+        return self._table.find(rid) is not None
+
     async def idle(self) -> None:
         """Returns when no request is open."""
         await self._table.empty()
@@ -110,10 +113,8 @@ class Inflight:
     async def attach(
         self, rid: str, num_choices: int, wake: asyncio.Event, *, resume_ms: int = 0, shared: bool = False
     ) -> OpenRequest:
-        """Takes up a request for a client, wherever it was read before; see `OpenRequest` for resume_ms and shared.
-
-        RequestLost: the record has expired. Moved: another attach came later. TryLater when Redis does not answer.
-        """
+        """Takes up a request for a client; see `OpenRequest` for resume_ms and shared. RequestLost: the record has
+        expired. Moved: another attach came later. TryLater when Redis does not answer."""
         request = OpenRequest(rid, num_choices, self.incarnation, wake, attach=0, resume_ms=resume_ms, shared=shared)
         try:
             await self._detached(self._attaching.become_reader(request))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from aiohttp import web
 
@@ -23,6 +23,8 @@ from services.gateway.request_ids import prompt_rid
 from services.gateway.resuming import Places
 from services.gateway.state import GatewayState
 from services.gateway.tokenization import Tokenizer
+from shared.bus import backoff
+from shared.protocol import TextParams
 from shared.records import RequestRecord
 
 
@@ -46,17 +48,29 @@ class StreamRoutes:
             await self.state.inflight.cancel(prompt_rid(self._rid(http), number), record.spec.num_choices)
         return json_response({"id": http[RID], "object": "stream", "cancelled": True})
 
-    async def join(self, http: web.Request, caller: Caller, *, stream: bool) -> web.StreamResponse:
-        """Answers a call that repeats one: the same bytes, from the beginning or from where its client is."""
-        records = await self.state.inflight.find(http[RID])
-        if not records:  # refused, or ended long ago, just now
-            raise unavailable("the request that this one repeats has just ended; try again", "try_again")
+    async def join(self, http: web.Request, caller: Caller, text: TextParams) -> web.StreamResponse:
+        """Answers a call that repeats one, as itself asks for it (`text`): the same, from the beginning or from where
+        its client is."""
+        records = [
+            replace(record, spec=record.spec.model_copy(update={"text": _as_asked(record.spec.text, text)}))
+            for record in await self._repeated(http[RID])
+        ]
         if records[0].body_digest != caller.body_digest:
             raise resuming.other_body()
         after = resuming.after(http.headers, {}, http[RID])
         if after is not None and after.places is None:
             return await answer.send_done(http, http[RID])
-        return await self._answer(http, records, stream, None if after is None else after.places)
+        return await self._answer(http, records, text.stream, None if after is None else after.places)
+
+    async def _repeated(self, rid: str) -> list[RequestRecord]:
+        """Of a call that this gateway may be admitting just now: then it is waited for."""
+        async for _ in backoff():
+            records = await self.state.inflight.find(rid)
+            if records:
+                return records
+            if not self.state.inflight.is_open(rid):
+                break
+        raise unavailable("the request that this one repeats was refused; try again", "try_again")
 
     def _rid(self, http: web.Request) -> str:
         rid = http.match_info["rid"]
@@ -93,3 +107,7 @@ class StreamRoutes:
         )  # fmt: skip
         self.state.metrics.attached.inc()
         return await answer.send(http, self.state, self.tokenizer, generation, stream=stream)
+
+
+def _as_asked(text: TextParams, asked: TextParams) -> TextParams:
+    return text.model_copy(update={"stream": asked.stream, "include_usage": asked.include_usage})

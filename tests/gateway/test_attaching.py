@@ -122,6 +122,21 @@ async def test_of_two_that_come_at_once_the_later_stays_and_can_be_cancelled(
     assert (await reader_of(gateway, request))[0] == "done"
 
 
+async def test_of_two_that_share_an_answer_and_come_at_once_both_have_it(
+    gateway: Gateway, other: Gateway, worker: FakeWorker
+) -> None:
+    request = await submitted(other, body_digest="d")
+    await worker.place(request.open_sids[0])
+    gateway.scripts.late["attach"] = asyncio.Event()
+    attaching = [asyncio.ensure_future(attached(gateway, request, shared=True)) for _ in range(2)]
+    await wait_until(lambda: has_reader(gateway, request, 3))
+    gateway.scripts.late.pop("attach").set()
+    both = await asyncio.gather(*attaching)
+    assert sorted(each.following for each in both) == [False, True]
+    await worker.commit(request.open_sids[0], [1], "length")
+    assert [await taken(gateway, each) for each in both] == [[1], [1]]
+
+
 async def test_an_attach_whose_reply_was_lost_is_repeated(gateway: Gateway, other: Gateway, worker: FakeWorker) -> None:
     request = await submitted(other)
     gateway.scripts.lose = ["attach", "attach"]

@@ -355,6 +355,15 @@ def _texts(answer: str) -> list[str]:
     return texts
 
 
+async def test_many_equal_calls_at_one_gateway_are_one(served: Served, answering: Callable[..., None]) -> None:
+    asking = [asyncio.ensure_future(whole(served, BODY, headers=KEY)) for _ in range(6)]
+    await wait_until(served.worker.queued)
+    answering(reply)
+    answers = await asyncio.gather(*asking)
+    assert len({str(answer) for answer in answers}) == 1 and answers[0][-1][1] == "[DONE]"
+    assert await num_made(served) == 1 and served.service.inflight.requests == []
+
+
 async def test_a_call_that_is_repeated_later_has_the_same_answer(
     served: Served, other: Served, answering: Callable[..., None]
 ) -> None:
@@ -364,6 +373,10 @@ async def test_a_call_that_is_repeated_later_has_the_same_answer(
     place = {"Last-Event-ID": events[5][0]}
     assert await whole(other, BODY, headers=KEY | place) == events[6:]
     assert await num_made(served) == 1
+    without = {k: v for k, v in BODY.items() if k != "stream_options"}
+    assert [("usage" in data) for _, data in await whole(other, without, headers=KEY)] == [False] * (len(events) - 1)
+    status, answer, _ = await other.post("/v1/completions", COMPLETION, headers=KEY)
+    assert (status, answer["choices"][0]["text"]) == (200, f"0: {TEXT}")
     assert (await whole(served, BODY, headers={"Idempotency-Key": "another"}))[0][0] != events[0][0]
     assert await num_made(served) == 2
 
