@@ -256,7 +256,7 @@ class _Serving:
         await until_ready(gateway.host, gateway.port)
         device = await self._device()
         self.console.plain(
-            banner(self.plan.common.served_name, device, gateway.host, self.plan.ports, bool(gateway.api_keys))
+            banner(self.plan.common.served_name, device, gateway.host, self.plan.ports, bool(gateway.keys))
         )
 
     async def _redis_answers(self, child: Child) -> None:

@@ -49,11 +49,27 @@ def _check_readable(path: str) -> str:
     return path
 
 
+def tls_files(folder: str) -> dict[str, str]:
+    """Option of redis-py → file of the folder, there or not."""
+    names = {"ssl_ca_certs": "ca.pem", "ssl_certfile": "client.pem", "ssl_keyfile": "client.key"}
+    return {option: os.path.join(folder, name) for option, name in names.items()} if folder else {}
+
+
+def _check_tls_folder(folder: str) -> str:
+    files = [path for path in tls_files(folder).values() if os.path.exists(path)]
+    if folder and not files:
+        raise ValueError("has neither ca.pem nor client.pem")
+    for path in files:
+        _check_readable(path)
+    return folder
+
+
 Words = Annotated[tuple[str, ...], BeforeValidator(_comma_separated)]
 Folder = Annotated[Path, AfterValidator(Path.expanduser)]
 RedisUrl = Annotated[str, AfterValidator(_check_redis_url)]
 ServedName = Annotated[str, AfterValidator(check_served_name)]
 ReadableFile = Annotated[str, AfterValidator(_check_readable)]
+TlsFolder = Annotated[str, AfterValidator(_check_tls_folder)]
 
 
 def is_loopback(host: str) -> bool:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 import urllib.parse
 from collections.abc import Mapping
+from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
@@ -25,7 +26,17 @@ from pydantic import (
 from pydantic.fields import FieldInfo
 
 from shared import crash_points
-from shared.setting_types import Folder, ReadableFile, RedisUrl, ServedName, Words, check_served_name, is_loopback
+from shared.setting_types import (
+    Folder,
+    ReadableFile,
+    RedisUrl,
+    ServedName,
+    TlsFolder,
+    Words,
+    check_served_name,
+    is_loopback,
+    tls_files,
+)
 from shared.setting_types import only as _only
 from shared.setting_types import setting as _setting
 
@@ -55,9 +66,9 @@ class CommonSettings(Section):
         "Redis of the deployment (redis://, rediss://, unix://); `serve` brings its own if none is given",
         secret=True,
     )
-    redis_ca_file: ReadableFile = _setting("", "certificates that vouch for a rediss:// server; the system's if empty")
-    redis_cert_file: ReadableFile = _setting("", "certificate of this service for a rediss:// server that asks for one")
-    redis_key_file: ReadableFile = _setting("", "private key of --redis-cert-file; in the same file when empty")
+    redis_tls_dir: TlsFolder = _setting(
+        "", "folder with ca.pem and, for a rediss:// server that asks for them, client.pem and client.key"
+    )
     volatile: bool = _setting(False, "accept a Redis without an append-only file, whose restart forgets requests")
     model: str = _setting(
         DEFAULT_MODEL, "model: a known name, a .gguf file, a Hugging Face folder, or hf:org/name", min_length=1
@@ -80,17 +91,15 @@ class CommonSettings(Section):
 
     @model_validator(mode="after")
     def _files_need_tls(self) -> CommonSettings:
-        files = self.redis_ca_file or self.redis_cert_file or self.redis_key_file
-        if files and not self.redis_url.startswith("rediss://"):
-            raise ValueError("redis_ca_file, redis_cert_file and redis_key_file need a rediss:// address")
+        if self.redis_tls_dir and not self.redis_url.startswith("rediss://"):
+            raise ValueError("redis_tls_dir needs a rediss:// address")
         return self
 
     @property
     def redis_address(self) -> str:
         """redis_url and the files of its TLS, as `bus.connect` takes it."""
-        files = {"ssl_ca_certs": self.redis_ca_file, "ssl_certfile": self.redis_cert_file,
-                 "ssl_keyfile": self.redis_key_file}  # fmt: skip
-        query = urllib.parse.urlencode({name: file for name, file in files.items() if file})
+        found = {option: path for option, path in tls_files(self.redis_tls_dir).items() if os.path.exists(path)}
+        query = urllib.parse.urlencode(found)
         return self.redis_url + (("&" if "?" in self.redis_url else "?") + query if query else "")
 
     @property
@@ -108,6 +117,7 @@ class GatewaySettings(Section):
     host: str = _setting("127.0.0.1", "address to listen on; others than loopback need an API key or --no-auth")
     port: int = _setting(8000, "port to listen on; further gateways of `serve` take the next ones", ge=0, le=65535)
     api_keys: Words = _setting((), "accepted API key, may be repeated", option="--api-key", secret=True)
+    api_keys_file: ReadableFile = _setting("", "file of API keys, one a line: a key, or `sha256:` and its digest")
     no_auth: bool = _setting(False, "serve without API keys on any address (means nothing once there are keys)")
     cors_origins: Words = _setting(
         (), "browser origin that may call, may be repeated; * for any", option="--cors-origin"
@@ -123,11 +133,17 @@ class GatewaySettings(Section):
 
     @model_validator(mode="after")
     def _closed_unless_said(self) -> GatewaySettings:
-        if not (self.api_keys or self.no_auth or is_loopback(self.host)):
+        if not (self.keys or self.no_auth or is_loopback(self.host)):
             raise ValueError(
                 f"host: {self.host} can be reached by others: give --api-key, or --no-auth to serve anybody"
             )
         return self
+
+    @cached_property
+    def keys(self) -> tuple[str, ...]:
+        """All accepted API keys, some perhaps as `sha256:` digests."""
+        lines = Path(self.api_keys_file).read_text().splitlines() if self.api_keys_file else []
+        return (*self.api_keys, *(line.strip() for line in lines if line.strip() and not line.startswith("#")))
 
 
 class SchedulerSettings(Section):
@@ -263,10 +279,13 @@ def secret_values(*sections: Section) -> list[str]:
         for field, info in type(section).model_fields.items():
             value = getattr(section, field)
             if field == "redis_url":
-                value = urllib.parse.urlsplit(value).password or ""
+                quoted = urllib.parse.urlsplit(value).password or ""
+                value = (quoted, urllib.parse.unquote(quoted))
             if extra(info, "secret"):
                 secrets += [value] if isinstance(value, str) else list(value)
-    return [secret for secret in secrets if secret]
+        if isinstance(section, GatewaySettings):
+            secrets += section.keys
+    return [secret for secret in dict.fromkeys(secrets) if secret]
 
 
 def describe(section: Section) -> dict[str, str]:

@@ -70,14 +70,14 @@ def make_app(
         middlewares=[
             middleware.observe(state.metrics),
             middleware.cross_origin(origins),
-            auth.middleware(auth.ApiKeys(state.settings.api_keys)),
+            auth.middleware(auth.ApiKeys(state.settings.keys)),
         ],
     )
     app.on_response_prepare.append(middleware.head_of_answers(origins))
     app.on_response_prepare.append(middleware.last_of_connections(lambda: state.draining))
     routes = route_table(completions, streams, pages)
     described = openapi.document(
-        routes, version=version("headrace"), public=auth.PUBLIC_ROUTES, secured=bool(state.settings.api_keys)
+        routes, version=version("headrace"), public=auth.PUBLIC_ROUTES, secured=bool(state.settings.keys)
     )
 
     async def interface(http: web.Request) -> web.Response:

@@ -15,15 +15,19 @@ from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
 from services.gateway.errors import ApiError
+from shared.settings import SettingsError
 
 PUBLIC_ROUTES = frozenset({"health", "live", "ready"})
+DIGEST_MARK = "sha256:"
 OPEN_ID = "open"  # everybody's, where no key is configured
 OWNER: web.RequestKey[str] = web.RequestKey("owner", str)
 
 
 class ApiKeys:
+    """Kept as digests alone; a key may be given as `sha256:` and the digest of its text, in hexadecimal."""
+
     def __init__(self, keys: Iterable[str]) -> None:
-        self._ids = {_digest(key): key_id(key) for key in keys}
+        self._ids = {digest: _id_of(digest) for digest in map(_digest_of_setting, keys)}
 
     def __bool__(self) -> bool:
         return bool(self._ids)
@@ -42,8 +46,24 @@ class ApiKeys:
 
 
 def key_id(key: str) -> str:
+    return _id_of(_digest(key))
+
+
+def _id_of(digest: bytes) -> str:
     """Not a part of the digest that is compared, so that knowing an id is no help in finding its key's digest."""
-    return hashlib.sha256(b"headrace key id\0" + key.encode()).hexdigest()[:16]
+    return hashlib.sha256(b"headrace key id\0" + digest).hexdigest()[:16]
+
+
+def _digest_of_setting(key: str) -> bytes:
+    if not key.startswith(DIGEST_MARK):
+        return _digest(key)
+    try:
+        digest = bytes.fromhex(key.removeprefix(DIGEST_MARK))
+    except ValueError:
+        digest = b""
+    if len(digest) != hashlib.sha256().digest_size:
+        raise SettingsError(f"an API key begins with {DIGEST_MARK} and is not the digest of one")
+    return digest
 
 
 def _digest(key: str) -> bytes:

@@ -126,7 +126,7 @@ class PageRoutes:
 
     def _curl(self, http: web.Request) -> str:
         body = {"model": self.state.model, "messages": [{"role": "user", "content": "Tell me a joke."}], "stream": True}
-        key = " -H 'Authorization: Bearer YOUR_KEY'" if self.state.settings.api_keys else ""
+        key = " -H 'Authorization: Bearer YOUR_KEY'" if self.state.settings.keys else ""
         data = json.dumps(body, ensure_ascii=False).replace("'", "'\\''")
         url = f"{http.scheme}://{http.host}/v1/chat/completions"
         return f"curl -N {url} -H 'Content-Type: application/json'{key} -d '{data}'"

@@ -58,11 +58,6 @@ class OwnRedis:
         self._process.kill()
         self._process.wait(10)
 
-    def used_memory(self) -> int:
-        with redis.Redis.from_url(self.url) as client:
-            info: Any = client.info("memory")
-            return int(info["used_memory"])
-
     def limit_memory(self, num_bytes: int) -> None:
         with redis.Redis.from_url(self.url) as client:
             client.config_set("maxmemory", num_bytes)

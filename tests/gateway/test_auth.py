@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from services.gateway.auth import OPEN_ID, PUBLIC_ROUTES, ApiKeys, key_id
 from shared.block_keys import request_salt
-from shared.settings import GatewaySettings, SettingsError, load
+from shared.settings import GatewaySettings, SettingsError, load, secret_values
 from tests.gateway.conftest import Served
 from tests.gateway.raw_client import RawClient
 from tests.helpers import wait_until
@@ -48,6 +50,39 @@ def test_every_digest_is_compared_also_after_a_match(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr("services.gateway.auth.hmac.compare_digest", compare)
     ApiKeys(KEYS).owner("Bearer key-of-alice")
     assert len(compared) == len(KEYS)
+
+
+def test_a_key_may_be_given_by_its_digest(tmp_path: Path) -> None:
+    digest = hashlib.sha256(KEYS[1].encode()).hexdigest()
+    file = tmp_path / "keys"
+    file.write_text(f"# alice\n{KEYS[0]}\n\nsha256:{digest}\n")
+    settings = load(GatewaySettings, {"HEADRACE_API_KEYS": "key-of-carol", "HEADRACE_API_KEYS_FILE": str(file)})
+    keys = ApiKeys(settings.keys)
+    for key in (*KEYS, "key-of-carol"):
+        assert keys.owner(f"Bearer {key}") == key_id(key) == ApiKeys([key]).owner(f"Bearer {key}")
+    assert keys.owner(f"Bearer sha256:{digest}") is None and keys.owner(f"Bearer {digest}") is None
+    assert set(KEYS[:1]) <= set(secret_values(settings))
+
+
+def test_keys_are_kept_as_digests_alone() -> None:
+    assert not any(key in repr(vars(ApiKeys(KEYS))) for key in KEYS)
+
+
+@pytest.mark.parametrize("key", ["sha256:", "sha256:12", "sha256:" + "x" * 64])
+def test_what_is_no_digest_is_a_mistake(key: str) -> None:
+    with pytest.raises(SettingsError, match="not the digest"):
+        ApiKeys([key])
+
+
+def test_a_file_of_keys_opens_an_address_to_others_and_a_missing_one_does_not(tmp_path: Path) -> None:
+    (tmp_path / "keys").write_text("k\n")
+    environ = {"HEADRACE_HOST": "0.0.0.0", "HEADRACE_API_KEYS_FILE": str(tmp_path / "keys")}
+    assert load(GatewaySettings, environ).keys == ("k",)
+    with pytest.raises(SettingsError, match="api_keys_file: cannot be read"):
+        load(GatewaySettings, environ | {"HEADRACE_API_KEYS_FILE": str(tmp_path / "none")})
+    (tmp_path / "keys").write_text("# nobody yet\n")
+    with pytest.raises(SettingsError, match="can be reached by others"):
+        load(GatewaySettings, environ)
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.0.2.7", "example.org"])

@@ -63,32 +63,35 @@ def tls_port(tmp_path: Path, certificates: Path) -> Iterator[int]:
         yield port
 
 
-def address(port: int, **files: Path) -> str:
-    environ = {f"HEADRACE_{name.upper()}": str(path) for name, path in files.items()}
+def address(port: int, folder: Path | None = None) -> str:
+    environ = {"HEADRACE_REDIS_TLS_DIR": str(folder)} if folder else {}
     return load(CommonSettings, {"HEADRACE_REDIS_URL": f"rediss://localhost:{port}/0", **environ}).redis_address
 
 
 async def test_tls_with_certificates_on_both_sides(tls_port: int, certificates: Path) -> None:
-    ca = certificates / "ca.pem"
-    key = certificates / "client.key"
-    await check(address(tls_port, redis_ca_file=ca, redis_cert_file=certificates / "client.pem", redis_key_file=key))
-    await check(address(tls_port, redis_ca_file=ca, redis_cert_file=certificates / "client.both"))
+    await check(address(tls_port, certificates))
+
+
+async def test_a_key_may_be_in_the_certificate_s_file(tls_port: int, certificates: Path, tmp_path: Path) -> None:
+    (tmp_path / "ca.pem").write_bytes((certificates / "ca.pem").read_bytes())
+    (tmp_path / "client.pem").write_bytes((certificates / "client.both").read_bytes())
+    await check(address(tls_port, tmp_path))
 
 
 async def test_a_server_that_nobody_vouches_for_is_not_spoken_to(tls_port: int, certificates: Path) -> None:
-    both = certificates / "client.both"
     with pytest.raises(bus.UnfitRedis, match="certificate|CERTIFICATE"):
-        await check(address(tls_port, redis_cert_file=both))
+        await check(address(tls_port))
+    other = address(tls_port, certificates).replace("ca.pem", "other-ca.pem")
     with pytest.raises(bus.UnfitRedis, match="certificate|CERTIFICATE"):
-        await check(address(tls_port, redis_ca_file=certificates / "other-ca.pem", redis_cert_file=both))
-    ca = certificates / "ca.pem"
-    elsewhere = address(tls_port, redis_ca_file=ca, redis_cert_file=both).replace("localhost", "127.0.0.1")
+        await check(other)
+    elsewhere = address(tls_port, certificates).replace("localhost", "127.0.0.1")
     with pytest.raises(bus.UnfitRedis, match="127.0.0.1"):  # the certificate is not for that name
         await check(elsewhere)
 
 
-async def test_a_service_without_a_certificate_is_not_served(tls_port: int, certificates: Path) -> None:
-    client = bus.connect(address(tls_port, redis_ca_file=certificates / "ca.pem"))
+async def test_a_service_without_a_certificate_is_not_served(tls_port: int, certificates: Path, tmp_path: Path) -> None:
+    (tmp_path / "ca.pem").write_bytes((certificates / "ca.pem").read_bytes())
+    client = bus.connect(address(tls_port, tmp_path))
     try:
         with pytest.raises(RedisError):
             await client.ping()
@@ -96,9 +99,9 @@ async def test_a_service_without_a_certificate_is_not_served(tls_port: int, cert
         await client.aclose()
 
 
-def test_files_without_tls_are_a_mistake() -> None:
+def test_a_folder_that_cannot_be_used_is_a_mistake(certificates: Path, tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match="rediss://"):
-        load(CommonSettings, {"HEADRACE_REDIS_CA_FILE": "ca.pem"})
-    with pytest.raises(SettingsError, match="redis_key_file: cannot be read"):
-        address(1, redis_key_file=Path("/nowhere/key.pem"))
+        load(CommonSettings, {"HEADRACE_REDIS_TLS_DIR": str(certificates)})
+    with pytest.raises(SettingsError, match="redis_tls_dir: has neither ca.pem nor client.pem"):
+        address(1, tmp_path)
     assert address(1) == "rediss://localhost:1/0"
