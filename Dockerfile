@@ -47,6 +47,10 @@ COPY shared shared
 COPY services services
 COPY kernels kernels
 RUN pip install --no-build-isolation --no-deps --no-index --force-reinstall .
+# The CPU kernels, for every instruction set of this kind of machine: the image may run on another than it is built on.
+RUN if ! command -v cc >/dev/null; then \
+        apt-get update -qq && apt-get install -y -qq --no-install-recommends gcc libc6-dev >/dev/null; \
+    fi && python -m kernels.native.build --all
 
 # --- the images --------------------------------------------------------------------------------------------------
 

@@ -77,7 +77,7 @@ secrets: .env ## make the passwords for compose.yaml, once
 	(umask 077 && deploy/redis/make-secrets > .env.new && mv .env.new .env)
 
 clean: ## remove what was made here (not the state and models of `serve`)
-	rm -rf $(VENV) build *.egg-info .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build kernels/native/built *.egg-info .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -prune -exec rm -rf {} +
 
 $(VENV)/.made:
@@ -94,10 +94,12 @@ $(VENV)/.torch: $(VENV)/.made
 	@$(if $(TORCH_INDEX_URL),$(PIP_INSTALL) --index-url $(TORCH_INDEX_URL) '$(TORCH)')
 	@touch $@
 
-$(VENV)/.serve: pyproject.toml $(VENV)/.torch
+$(VENV)/.serve: pyproject.toml $(wildcard kernels/native/*.[ch]) $(VENV)/.torch
 	$(PIP_INSTALL) -e '.[serve]'
+	@$(BIN)/python -m kernels.native.build || true
 	@touch $@
 
 $(VENV)/.dev: pyproject.toml $(VENV)/.torch
 	$(PIP_INSTALL) -e '.[dev]'
+	@$(BIN)/python -m kernels.native.build || true
 	@touch $@ $(VENV)/.serve

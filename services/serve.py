@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
 import signal
 import socket
 import sys
@@ -24,6 +23,7 @@ from services.console import Console, NamedStream
 from services.model_download import fetch_model
 from services.supervisor import Child, Program, Supervisor
 from shared import bus, logs
+from shared.cores import num_cores
 from shared.embedded_redis import (
     RedisUnavailable,
     Server,
@@ -130,7 +130,7 @@ def _environ_of(plan: Plan, service: str, index: int) -> Callable[[str], Mapping
     if service == "gateway":
         fixed[variable("port")] = str(plan.ports[index])
     if service == "gpu_worker" and plan.worker.threads == 0:
-        fixed[variable("threads")] = str(max(1, (os.cpu_count() or 1) // plan.counts.workers))
+        fixed[variable("threads")] = str(max(1, num_cores() // plan.counts.workers))
 
     def environ(incarnation: str) -> Mapping[str, str]:
         own = child_environ(plan.environ, service, fixed | {variable("incarnation"): incarnation})

@@ -78,7 +78,7 @@ class CommonSettings(Section):
     log_level: Literal["debug", "info", "warning", "error"] = _setting("info", "least severe level that is logged")
     log_format: Literal["text", "json"] = _setting("text", "log lines for people or as JSON")
     state_dir: Folder = _setting(Path("~/.local/state/headrace"), "folder of the embedded Redis, its lock and secret")
-    cache_dir: Folder = _setting(Path("~/.cache/headrace"), "folder for downloaded models")
+    cache_dir: Folder = _setting(Path("~/.cache/headrace"), "folder for downloaded models and compiled kernels")
     retention_s: float = _setting(300.0, "seconds that a finished request can still be read", ge=1, le=86400)
     drain_timeout_s: float = _setting(
         5.0, "seconds that open streams, and a worker's sequences, get to finish at shut-down", ge=0, le=3600
@@ -155,7 +155,9 @@ class SchedulerSettings(Section):
 
 class WorkerSettings(Section):
     TITLE = "worker"
-    engine: Literal["torch", "scripted"] = _setting("torch", "engine; `scripted` computes nothing and is for tests")
+    engine: Literal["auto", "native", "torch", "scripted"] = _setting(
+        "auto", "kernels: compiled C, or torch where they cannot be had (auto); `scripted` computes nothing, for tests"
+    )
     device: Annotated[Literal["auto", "cpu", "cuda"], _only("auto", "cpu")] = _setting("auto", "device of the model")
     max_num_seqs: int = _setting(64, "most sequences in a step", ge=1, le=4096)
     max_num_batched_tokens: int = _setting(512, "most tokens in a step", ge=1, le=1 << 20)
@@ -164,7 +166,7 @@ class WorkerSettings(Section):
     kv_cache_bytes: ByteSize = _setting(ByteSize(0), "size of the KV pool on CPU; from free memory when 0", ge=0)
     gpu_memory_utilization: Annotated[float, _only(0.9)] = _setting(0.9, "share of a GPU's memory to use", gt=0, le=1)
     enable_prefix_caching: bool = _setting(True, PREFIX_CACHING_HELP)
-    threads: int = _setting(0, "compute threads; one a core, shared between workers, when 0", ge=0, le=1024)
+    threads: int = _setting(0, "compute threads; one a physical core, shared between workers, when 0", ge=0, le=1024)
     max_step_ms: float = _setting(100.0, "bound of a step's prefill share while others decode", gt=0, le=60000)
     kv_cache_dtype: Annotated[str, _only("auto")] = _setting("auto", "type of cached keys and values")
     quantization: Annotated[str, _only("none")] = _setting("none", "quantization while loading")

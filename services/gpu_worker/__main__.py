@@ -32,6 +32,7 @@ from services.gpu_worker.scripted_engine import ScriptedEngine
 from services.gpu_worker.service import WorkerService
 from services.gpu_worker.step_cost import StepCost
 from shared import bootstrap, bus, model_source
+from shared.cores import num_cores
 from shared.model_source import ModelSourceError
 from shared.runtime import EXIT_MODEL, Stop, redis_answers
 from shared.settings import CommonSettings, ScriptedSettings, SettingsError, WorkerSettings
@@ -110,7 +111,7 @@ def _load(common: CommonSettings, own: WorkerSettings, scripted: ScriptedSetting
     """An engine that has computed something. SettingsError, ModelFailure or WorkerFailure, in a sentence, if not."""
     started = time.monotonic()
     try:
-        engine, validate = _scripted(own, scripted) if own.engine == "scripted" else _torch(common, own)
+        engine, validate = _scripted(own, scripted) if own.engine == "scripted" else _model(common, own)
         cost = _measure(engine)
     except (ConfigError, ModelSourceError) as e:
         raise SettingsError(f"{common.model} cannot be served: {e}") from e
@@ -145,9 +146,9 @@ def _scripted(own: WorkerSettings, scripted: ScriptedSettings) -> tuple[Engine, 
     return engine, scripted_engine.validate
 
 
-def _torch(common: CommonSettings, own: WorkerSettings) -> tuple[Engine, Validate]:
+def _model(common: CommonSettings, own: WorkerSettings) -> tuple[Engine, Validate]:
     source = model_source.resolve(common.model, common.cache_dir)
-    from services.gpu_worker.engine import TorchEngine  # a scripted worker needs no torch, which takes seconds
+    from services.gpu_worker.engines import load_engine  # a scripted worker needs no torch, which takes seconds
     from services.gpu_worker.sampler import validate  # needs torch too
 
     with tqdm(desc=f"Loading {source.name}", unit_scale=True, disable=None) as bar:
@@ -156,8 +157,9 @@ def _torch(common: CommonSettings, own: WorkerSettings) -> tuple[Engine, Validat
             bar.total = num_total
             bar.update(num_done - bar.n)
 
-        engine = TorchEngine.load(
-            source.path, kv_cache_bytes=own.kv_cache_bytes or None, block_size=own.block_size,
+        engine = load_engine(
+            own.engine, source.path, common.cache_dir,
+            kv_cache_bytes=own.kv_cache_bytes or None, block_size=own.block_size,
             max_model_len=own.max_model_len or None, kv_cache_dtype=own.kv_cache_dtype, num_threads=_num_threads(own),
             progress=show,
         )  # fmt: skip
@@ -165,11 +167,11 @@ def _torch(common: CommonSettings, own: WorkerSettings) -> tuple[Engine, Validat
 
 
 def _num_threads(own: WorkerSettings) -> int:
-    return own.threads or len(os.sched_getaffinity(0))
+    return own.threads or num_cores()
 
 
 def _flush_interval_s(own: WorkerSettings) -> float:
-    computes_on_all = own.engine == "torch" and _num_threads(own) >= len(os.sched_getaffinity(0))
+    computes_on_all = own.engine != "scripted" and _num_threads(own) >= len(os.sched_getaffinity(0))
     return SHARED_CORES_FLUSH_INTERVAL_S if computes_on_all else FLUSH_INTERVAL_S
 
 

@@ -29,7 +29,7 @@ from services.gpu_worker.weights.loader import Progress, load_weights, open_sour
 log = logging.getLogger(__name__)
 
 _NO_MEMORY = ("can't allocate memory", "not enough memory", "Cannot allocate memory")
-_USEFUL_CONTEXTS = 256  # full contexts that the default pool holds at most
+USEFUL_CONTEXTS = 256  # full contexts that the default pool holds at most
 
 
 class TorchEngine:
@@ -69,7 +69,7 @@ class TorchEngine:
         config = source.config
         length = context_length(config, max_model_len)
         block_bytes = 2 * config.num_layers * config.num_kv_heads * config.head_dim * block_size * kv_dtype.itemsize
-        num_blocks = num_blocks_for(kv_cache_bytes, block_bytes, _USEFUL_CONTEXTS * -(-length // block_size))
+        num_blocks = num_blocks_for(kv_cache_bytes, block_bytes, USEFUL_CONTEXTS * -(-length // block_size))
         with torch.inference_mode(), memory_errors():
             decoder = Decoder(config, load_weights(source, progress), length)
             pool = KVPool(
@@ -96,7 +96,7 @@ class TorchEngine:
             logits = self._decoder.forward(inputs, self._pool)
             sampled = [chunks[i] for i in inputs.sample_chunks]
             _check_finite(logits, sampled)
-            tokens = sample(logits, [_draw(chunk) for chunk in sampled])
+            tokens = sample(logits, [draw_of(chunk) for chunk in sampled])
         for i, token in zip(inputs.sample_chunks, tokens, strict=True):
             results[i] = token
         return results
@@ -149,7 +149,7 @@ def _geometry(config: ModelConfig, num_blocks: int, block_size: int, max_model_l
     return replace(geometry, decode_group_rows=PREFILL_GROUP_ROWS)
 
 
-def _draw(chunk: Chunk) -> Draw:
+def draw_of(chunk: Chunk) -> Draw:
     seq, end = chunk.seq, chunk.start + chunk.count
     token_ids = seq.token_ids if end == len(seq.token_ids) else seq.token_ids[:end]
     return Draw(seq.params, seq.choice, token_ids, seq.num_prompt_tokens)

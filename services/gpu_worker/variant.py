@@ -28,6 +28,15 @@ def kernel_variant(identity: str, *, block_size: int, dtype: str, kv_dtype: torc
     return f"{isa}-{digest.hexdigest()[:32]}"
 
 
+def native_variant(identity: str, library: str, *, block_size: int, layout: str) -> str:
+    """library: the name of the native ops, which says what they were built from. Sampling is torch's here too."""
+    torch_isa = torch.backends.cpu.get_cpu_capability()
+    digest = hashlib.sha256()
+    for part in (identity, library, torch_isa, torch.__version__, layout, str(block_size)):
+        digest.update(part.encode() + b"\0")
+    return f"cpu-native-{library.partition('-')[0]}-{digest.hexdigest()[:32]}"
+
+
 def _probe() -> Iterator[torch.Tensor]:
     x, w = _numbers(8, 1536), _numbers(64, 1536)
     yield matmul_dense(x, DensePacker().pack(w))

@@ -6,15 +6,17 @@ dependence as large ones; `test_default_model.py` repeats the main cases on a re
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from services.gpu_worker.batch import Chunk, SampledToken, Sequence
-from services.gpu_worker.engine import TorchEngine
-from tests.gpu_worker.tiny_models import Runner, prompts, save
-from tests.kernels.threads import torch_threads
+from tests.gpu_worker.any_engine import AnyEngine, engine_threads, load_native, load_torch
+from tests.gpu_worker.gguf_files import write_gguf
+from tests.gpu_worker.tiny_models import Runner, build, prompts, save
 
 NUM_OUTPUT = 8
 CONTROLS: list[dict[str, Any]] = [
@@ -26,16 +28,29 @@ CONTROLS: list[dict[str, Any]] = [
 SIZES = {"vocab_size": 1031, "hidden_size": 96, "intermediate_size": 200}
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path: Path = tmp_path_factory.mktemp("model")
-    save("llama", path, **SIZES)
-    return path
+@dataclass(frozen=True)
+class Case:
+    """A model and an engine for it."""
+
+    load: Callable[..., AnyEngine]
+    path: Path
+
+
+@pytest.fixture(scope="module", params=["torch", "native", "native-Q4_1", "native-Q8_0"])
+def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
+    kind, _, type_name = request.param.partition("-")
+    folder: Path = tmp_path_factory.mktemp("model")
+    load = load_torch if kind == "torch" else load_native
+    if not type_name:
+        save("llama", folder, **SIZES)
+        return Case(load, folder)
+    write_gguf(build("llama", **SIZES | {"intermediate_size": 224}), folder / "model.gguf", type_name=type_name)
+    return Case(load, folder / "model.gguf")
 
 
 @pytest.fixture(scope="module")
-def engine(folder: Path) -> TorchEngine:
-    return TorchEngine.load(folder, kv_cache_bytes=32 << 20)
+def engine(case: Case) -> AnyEngine:
+    return case.load(case.path, kv_cache_bytes=32 << 20)
 
 
 PROMPTS = prompts(33, seed=5, low=3, high=150, vocab_size=1031)
@@ -46,9 +61,9 @@ def sequences(runner: Runner, count: int) -> list[Sequence]:
 
 
 @pytest.fixture(scope="module")
-def alone(engine: TorchEngine) -> list[list[SampledToken]]:
+def alone(engine: AnyEngine) -> list[list[SampledToken]]:
     """Every request by itself, its prompt in one piece, on one thread."""
-    with torch_threads(1):
+    with engine_threads(engine, 1):
         results = []
         for i in range(len(PROMPTS)):
             runner = Runner(engine, seed=i)
@@ -59,24 +74,24 @@ def alone(engine: TorchEngine) -> list[list[SampledToken]]:
 
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("batch", [2, 3, 5, 16, 33])
-def test_batches(engine: TorchEngine, alone: list[list[SampledToken]], batch: int, threads: int) -> None:
-    with torch_threads(threads):
+def test_batches(engine: AnyEngine, alone: list[list[SampledToken]], batch: int, threads: int) -> None:
+    with engine_threads(engine, threads):
         runner = Runner(engine, seed=batch)
         assert runner.run(sequences(runner, batch)) == alone[:batch]
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3])
 @pytest.mark.parametrize("prefill_chunk", [1, 16, 17, 64, 512])
-def test_prefill_chunks(engine: TorchEngine, alone: list[list[SampledToken]], prefill_chunk: int, threads: int) -> None:
+def test_prefill_chunks(engine: AnyEngine, alone: list[list[SampledToken]], prefill_chunk: int, threads: int) -> None:
     """Chunks of different sequences share steps with each other and with decoding rows."""
-    with torch_threads(threads):
+    with engine_threads(engine, threads):
         runner = Runner(engine, seed=prefill_chunk)
         assert runner.run(sequences(runner, 6), prefill_chunk) == alone[:6]
 
 
-def test_after_a_cache_hit(engine: TorchEngine, alone: list[list[SampledToken]]) -> None:
+def test_after_a_cache_hit(engine: AnyEngine, alone: list[list[SampledToken]]) -> None:
     """A sequence that finds its prompt's whole blocks written by another one, which ran in another company."""
-    with torch_threads(2):
+    with engine_threads(engine, 2):
         runner = Runner(engine)
         first = sequences(runner, 5)
         runner.run(first, prefill_chunk=24)
@@ -88,19 +103,20 @@ def test_after_a_cache_hit(engine: TorchEngine, alone: list[list[SampledToken]])
             assert runner.run([again]) == [alone[i]]
 
 
-def test_resumed_elsewhere(folder: Path, alone: list[list[SampledToken]]) -> None:
+def test_resumed_elsewhere(case: Case, alone: list[list[SampledToken]]) -> None:
     """Prompt and half of the output recomputed by another engine, as after a move to another worker."""
-    with torch_threads(1):
-        runner = Runner(TorchEngine.load(folder, kv_cache_bytes=8 << 20, num_threads=1))
+    elsewhere = case.load(case.path, kv_cache_bytes=8 << 20)
+    with engine_threads(elsewhere, 1):
+        runner = Runner(elsewhere)
         for i in range(4):
             moved = sequences(runner, 4)[i]
             moved.token_ids += [t.token_id for t in alone[i][:4]]
             assert runner.run([moved], prefill_chunk=50) == [alone[i][4:]]
 
 
-def test_joining_and_leaving(engine: TorchEngine, alone: list[list[SampledToken]]) -> None:
+def test_joining_and_leaving(engine: AnyEngine, alone: list[list[SampledToken]]) -> None:
     """Company that changes at every step."""
-    with torch_threads(2):
+    with engine_threads(engine, 2):
         runner = Runner(engine)
         all_of_them = sequences(runner, 6)
         results: list[list[SampledToken]] = [[] for _ in all_of_them]
@@ -121,21 +137,21 @@ def test_joining_and_leaving(engine: TorchEngine, alone: list[list[SampledToken]
 
 
 @pytest.mark.parametrize("settings", [{"block_size": 8}, {"block_size": 64}, {"kv_cache_dtype": "float16"}], ids=str)
-def test_other_pools(folder: Path, settings: dict[str, Any]) -> None:
-    check_independence(folder, **settings)
+def test_other_pools(case: Case, settings: dict[str, Any]) -> None:
+    check_independence(case.load(case.path, kv_cache_bytes=16 << 20, **settings))
 
 
 @pytest.mark.parametrize("name", ["llama-biases", "qwen2", "qwen3"])
-def test_other_architectures(tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize("load", [load_torch, load_native])
+def test_other_architectures(tmp_path: Path, name: str, load: Callable[..., AnyEngine]) -> None:
     save(name, tmp_path, vocab_size=1031)
-    check_independence(tmp_path)
+    check_independence(load(tmp_path, kv_cache_bytes=16 << 20))
 
 
-def check_independence(folder: Path, **settings: Any) -> None:
-    engine = TorchEngine.load(folder, kv_cache_bytes=16 << 20, **settings)
-    with torch_threads(2):
+def check_independence(engine: AnyEngine) -> None:
+    with engine_threads(engine, 2):
         together = Runner(engine, 1)
         batched = together.run(sequences(together, 5), prefill_chunk=19)
-    with torch_threads(1):
+    with engine_threads(engine, 1):
         single = Runner(engine, 2)
         assert batched == [single.run([s])[0] for s in sequences(single, 5)]

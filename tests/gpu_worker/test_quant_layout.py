@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 import torch
 
-from services.gpu_worker.weights.quant_layout import DEQUANTIZERS, dequantize
+from services.gpu_worker.weights.quant_layout import TYPES, dequantize
 from shared.gguf_header import GGML_TYPES
 
 gguf = pytest.importorskip("gguf")
-TYPE_IDS = {name: type_id for type_id, (name, _, _) in GGML_TYPES.items() if name in DEQUANTIZERS}
+TYPE_IDS = {name: type_id for type_id, (name, _, _) in GGML_TYPES.items() if name in TYPES}
 
 
 def random_blocks(name: str, count: int) -> np.ndarray:
@@ -18,7 +18,7 @@ def random_blocks(name: str, count: int) -> np.ndarray:
     return np.random.default_rng(len(name)).integers(0, 256, (count, num_bytes), dtype=np.uint8)
 
 
-@pytest.mark.parametrize("name", sorted(set(DEQUANTIZERS) - {"F32", "F16"}))
+@pytest.mark.parametrize("name", sorted(set(TYPES) - {"F32", "F16"}))
 def test_against_the_gguf_package(name: str) -> None:
     raw = random_blocks(name, 300)
     with np.errstate(all="ignore"):

@@ -9,8 +9,7 @@ from typing import Any
 import torch
 import transformers
 
-from services.gpu_worker.batch import Chunk, SampledToken, Sequence
-from services.gpu_worker.engine import TorchEngine
+from services.gpu_worker.batch import Chunk, Engine, SampledToken, Sequence
 from shared.protocol import SamplingParams
 
 VOCAB_SIZE = 300
@@ -80,7 +79,7 @@ def prompts(count: int, seed: int = 0, low: int = 3, high: int = 40, vocab_size:
 class Runner:
     """Gives sequences blocks of the engine's pool, scattered on purpose, and steps them."""
 
-    def __init__(self, engine: TorchEngine, seed: int = 0) -> None:
+    def __init__(self, engine: Engine, seed: int = 0) -> None:
         self.engine = engine
         order = torch.randperm(engine.info.num_blocks, generator=torch.Generator().manual_seed(seed))
         self._free: list[int] = order.tolist()

@@ -16,8 +16,9 @@ from typing import Any
 
 from services.gpu_worker.commands.bench_load import EngineBench, Result, requests
 from services.gpu_worker.composer import Budget
-from services.gpu_worker.engine import TorchEngine
+from services.gpu_worker.engines import load_engine
 from shared import model_source, settings
+from shared.cores import num_cores
 from shared.settings import CommonSettings, WorkerSettings
 
 POLICIES = ("continuous", "fixed", "fixed-compact")
@@ -33,6 +34,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     ap.add_argument("--min-tokens", type=int, default=0, help="lengths log-uniform from here to --max-tokens")
     ap.add_argument("--policy", default="continuous", help=f"one or more of {', '.join(POLICIES)}, comma-separated")
     ap.add_argument("--repeat", type=int, default=1, help="rounds; policies alternate within each")
+    ap.add_argument("--engine", choices=("auto", "native", "torch"), help="as for `headrace serve`")
     ap.add_argument("--threads", type=int, default=0)
     ap.add_argument("--seed", type=int, default=0)
     args = ap.parse_args(argv)
@@ -60,9 +62,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parse(argv)
     own, common = settings.load(WorkerSettings), settings.load(CommonSettings)
     source = model_source.resolve(args.model or common.model, common.cache_dir)
-    engine = TorchEngine.load(
-        source.path, kv_cache_bytes=own.kv_cache_bytes or None, block_size=own.block_size,
-        num_threads=args.threads or own.threads or None,
+    engine = load_engine(
+        args.engine or own.engine, source.path, common.cache_dir,
+        kv_cache_bytes=own.kv_cache_bytes or None, block_size=own.block_size,
+        num_threads=args.threads or own.threads or num_cores(),
     )  # fmt: skip
     lengths = [args.max_tokens]
     if args.min_tokens:

@@ -78,16 +78,45 @@ def _head(reader: _Reader, config: ModelConfig, embedding: torch.Tensor) -> Line
     return Linear(reader.pack(head))
 
 
+class TensorLedger:
+    """The tensors of a source, each to be taken exactly once, with the shape that it should have."""
+
+    def __init__(self, source: WeightSource, progress: Progress | None) -> None:
+        self.source = source
+        self._unread = set(source.shapes)
+        self._progress = progress
+        self._total = sum(_num_elements(shape) for shape in source.shapes.values())
+        self._done = 0
+
+    def check(self, name: str, shape: tuple[int, ...]) -> None:
+        """Before allocating: what is asked for then has the size of what the file holds."""
+        found = self.source.shapes.get(name)
+        if found != shape:
+            raise WeightsError(f"tensor {name!r}: shape {shape} expected, found {found}")
+        if name not in self._unread:
+            raise WeightsError(f"tensor {name!r} has been read before")
+
+    def taken(self, name: str) -> None:
+        self._unread.discard(name)
+        self.source.release(name)
+        self._done += _num_elements(self.source.shapes[name])
+        if self._progress is not None:
+            self._progress(self._done, self._total)
+
+    def finish(self) -> None:
+        if self._unread:
+            names = ", ".join(sorted(self._unread)[:5])
+            raise WeightsError(f"{len(self._unread)} tensors have no place in this architecture: {names}")
+
+
 class _Reader:
     """Reads tensors by name, at most once each, into freshly allocated parameters."""
 
     def __init__(self, source: WeightSource, progress: Progress | None) -> None:
         self.source = source
         self.packer = DensePacker()
-        self._unread = set(source.shapes)
-        self._progress = progress
-        self._total = sum(_num_elements(shape) for shape in source.shapes.values())
-        self._done = 0
+        self._ledger = TensorLedger(source, progress)
+        self.finish = self._ledger.finish
 
     def read(self, name: str, *shape: int) -> torch.Tensor:
         return self._fused([(name, shape[0])], shape[1:])
@@ -101,28 +130,15 @@ class _Reader:
     def pack(self, weight: torch.Tensor) -> DenseWeight:
         return self.packer.pack(weight)
 
-    def finish(self) -> None:
-        if self._unread:
-            names = ", ".join(sorted(self._unread)[:5])
-            raise WeightsError(f"{len(self._unread)} tensors have no place in this architecture: {names}")
-
     def _fused(self, parts: list[tuple[str, int]], row_shape: tuple[int, ...]) -> torch.Tensor:
-        # Checked before allocating: what is asked for then has the size of what the file holds.
         for name, rows in parts:
-            found = self.source.shapes.get(name)
-            if found != (rows, *row_shape):
-                raise WeightsError(f"tensor {name!r}: shape {(rows, *row_shape)} expected, found {found}")
-            if name not in self._unread:
-                raise WeightsError(f"tensor {name!r} has been read before")
+            self._ledger.check(name, (rows, *row_shape))
         out = torch.empty(sum(rows for _, rows in parts), *row_shape)
         first = 0
         for name, rows in parts:
             self.source.read_into(name, out[first : first + rows])
-            self._unread.discard(name)
+            self._ledger.taken(name)
             first += rows
-            self._done += rows * _num_elements(row_shape)
-            if self._progress is not None:
-                self._progress(self._done, self._total)
         return out
 
 

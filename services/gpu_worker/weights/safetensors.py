@@ -50,6 +50,13 @@ class SafetensorsSource:
         for start in range(0, out.shape[0], step):
             out[start : start + step] = view[start : start + step]
 
+    def stored(self, name: str, start: int, end: int) -> torch.Tensor:
+        rows: torch.Tensor = self._shard_of[name].get_slice(name)[start:end]
+        return rows
+
+    def release(self, name: str) -> None:
+        """The reader copies; what it has mapped is the system's to take back."""
+
 
 def shard_paths(folder: Path) -> list[Path]:
     """The safetensors files of the folder, in a fixed order; an index may only name files beside it."""

@@ -1,6 +1,6 @@
 """What a file of weights must offer the loader, whatever its format. *Pure.*
 
-Tensors go by their Hugging Face names, in Hugging Face order of rows, and are read as float32.
+Tensors go by their Hugging Face names, in Hugging Face order of rows, and are read as float32 or as they are stored.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from typing import Protocol
 
 import torch
 
+from kernels.packed_weight import Codes
 from services.gpu_worker.model.config import ModelConfig
 
 CHUNK_BYTES = 32 << 20  # of float32 converted at a time
@@ -29,6 +30,14 @@ class WeightSource(Protocol):
 
     def read_into(self, name: str, out: torch.Tensor) -> None:
         """Fill out (float32, of the tensor's shape) with the tensor."""
+        ...
+
+    def stored(self, name: str, start: int, end: int) -> Codes | torch.Tensor:
+        """Rows [start, end) of a matrix as the file has them: codes, or float32, float16 or bfloat16."""
+        ...
+
+    def release(self, name: str) -> None:
+        """The tensor will not be read again: the memory that reading it took may go."""
         ...
 
 

@@ -1,0 +1,250 @@
+/* A step of the whole decoder as one task: embedding, layers, final norm and output head, in phases. */
+#include <stdlib.h>
+
+#include "decoder.h"
+
+enum phase { NORM_ATTN, QKV, ROPE, ATTEND, OUT, NORM_FFN, GATE_UP, DOWN, PHASES_A_LAYER };
+#define FEW_ROWS 2      /* so little row-wise work is done between phases, not shared */
+#define ROWS_A_PIECE 4
+#define MAX_TILES_A_PIECE 4
+#define MAX_PIECES 16384
+
+static int is_quantised(const struct linear *l) {
+    for (int i = 0; i < l->num_parts; i++)
+        if (!is_dense(&l->parts[i])) return 1;
+    return 0;
+}
+
+/* Sets how many tiles (or pairs of them) make a piece; the number of pieces. */
+static int cut_tiles(struct decoder *d, int tiles) {
+    int size = tiles / (pool_num_threads(d->pool) * 4);
+    size = size < 1 ? 1 : size > MAX_TILES_A_PIECE ? MAX_TILES_A_PIECE : size;
+    if (tiles / size >= MAX_PIECES) size = tiles / MAX_PIECES + 1;
+    d->tiles_a_piece = size;
+    return (tiles + size - 1) / size;
+}
+
+/* Rows [first, end) of work that is done row by row. */
+struct range {
+    int first, end;
+};
+static struct range piece_rows(int piece, int rows) {
+    int end = (piece + 1) * ROWS_A_PIECE;
+    return (struct range){piece * ROWS_A_PIECE, end < rows ? end : rows};
+}
+
+/* --- what the phases do ----------------------------------------------------------------------------------------- */
+
+static void embed(struct decoder *d, struct range r) {
+    for (int i = r.first; i < r.end; i++) {
+        float *x = d->x + i * hidden_stride(d);
+        for (int64_t c = d->m->hidden_size; c < hidden_stride(d); c++) x[c] = 0.0f;
+        weight_row(&d->m->embedding, d->step->token_ids[i], x);
+    }
+}
+
+static void norm(struct decoder *d, const float *weight, const struct linear *next, const int32_t *from,
+                 struct range r) {
+    for (int i = r.first; i < r.end; i++) {
+        float *y = d->normed.x + i * d->normed.stride;
+        norm_row(d->x + (from ? from[i] : i) * hidden_stride(d), weight, d->m->eps, d->m->hidden_size, y);
+        if (is_quantised(next)) quantize_row(y, &d->normed, i);
+    }
+}
+
+/* One tile of a linear's outputs for all rows: stored, or added to what is there. */
+static void linear_tile(const struct linear *l, int tile, const struct rows *x, int first, int count, float *y,
+                        int64_t stride, int add) {
+    float out[MAX_BLOCK_ROWS][TILE_ROWS];
+    int offset = 0, part = 0;
+    while (tile >= num_tiles(&l->parts[part])) {
+        tile -= num_tiles(&l->parts[part]);
+        offset += l->parts[part++].rows;
+    }
+    const struct matrix *w = &l->parts[part];
+    int left = w->rows - tile * TILE_ROWS, width = left < TILE_ROWS ? left : TILE_ROWS;
+    product(w, tile, x, first, count, out);
+    offset += tile * TILE_ROWS;
+    for (int i = 0; i < count; i++) {
+        float *to = y + (first + i) * stride + offset;
+        for (int c = 0; c < width; c++) {
+            float value = out[i][c] + (l->bias ? l->bias[offset + c] : 0.0f);
+            to[c] = add ? to[c] + value : value;
+        }
+    }
+}
+
+static void linear_piece(const struct decoder *d, const struct linear *l, int piece, const struct rows *x, int rows,
+                         float *y, int64_t stride, int add) {
+    int first = piece * d->tiles_a_piece, end = first + d->tiles_a_piece, tiles = linear_tiles(l);
+    if (end > tiles) end = tiles;
+    for (int row = 0; row < rows; row += MAX_BLOCK_ROWS) {
+        int count = rows - row < MAX_BLOCK_ROWS ? rows - row : MAX_BLOCK_ROWS;
+        for (int tile = first; tile < end; tile++) linear_tile(l, tile, x, row, count, y, stride, add);
+    }
+}
+
+static void add_bias(float (*out)[2 * TILE_ROWS], const float *bias, int count, int width) {
+    for (int i = 0; i < count; i++)
+        for (int c = 0; c < width; c++) out[i][c] += bias[c];
+}
+
+/* GROUP columns of the gate and of up, multiplied and quantised. */
+static void gate_up_unit(const struct decoder *d, const struct layer *l, int unit, int row, int count) {
+    float gate[MAX_BLOCK_ROWS][2 * TILE_ROWS] = {0}, up[MAX_BLOCK_ROWS][2 * TILE_ROWS] = {0};
+    float tile_out[MAX_BLOCK_ROWS][TILE_ROWS];
+    int left = d->m->intermediate_size - unit * GROUP, width = left < GROUP ? left : GROUP;
+    for (int half = 0; half * TILE_ROWS < width; half++) {
+        for (int which = 0; which < 2; which++) {
+            const struct matrix *w = which ? &l->up.parts[0] : &l->gate.parts[0];
+            product(w, 2 * unit + half, &d->normed, row, count, tile_out);
+            for (int i = 0; i < count; i++)
+                memcpy((which ? up : gate)[i] + half * TILE_ROWS, tile_out[i], sizeof tile_out[i]);
+        }
+    }
+    if (l->gate.bias) add_bias(gate, l->gate.bias + unit * GROUP, count, width);
+    if (l->up.bias) add_bias(up, l->up.bias + unit * GROUP, count, width);
+    for (int i = 0; i < count; i++) {
+        float *to = d->gated.x + (row + i) * d->gated.stride + unit * GROUP;
+        silu_mul_row(gate[i], up[i], to, GROUP);
+        if (!is_dense(&l->down.parts[0])) quantize_group(to, &d->gated, row + i, unit);
+    }
+}
+
+static void gate_up_piece(const struct decoder *d, const struct layer *l, int piece) {
+    int first = piece * d->tiles_a_piece, end = first + d->tiles_a_piece;
+    int units = (d->m->intermediate_size + GROUP - 1) / GROUP, rows = d->step->num_rows;
+    if (end > units) end = units;
+    for (int row = 0; row < rows; row += MAX_BLOCK_ROWS) {
+        int count = rows - row < MAX_BLOCK_ROWS ? rows - row : MAX_BLOCK_ROWS;
+        for (int unit = first; unit < end; unit++) gate_up_unit(d, l, unit, row, count);
+    }
+}
+
+static void rope(struct decoder *d, const struct layer *l, struct range r) {
+    for (int i = r.first; i < r.end; i++)
+        rope_row(d->m, l, d->qkv + i * qkv_stride(d), d->q + i * q_stride(d), d->step->positions[i],
+                 d->step->row_blocks[i]);
+}
+
+static void attend_piece(struct decoder *d, const struct layer *l, int piece, int thread) {
+    const struct model *m = d->m;
+    const struct item *item = d->items + piece / m->num_kv_heads;
+    const struct span *span = d->step->spans + item->span;
+    int kv_head = piece % m->num_kv_heads, row = span->first_row + item->first;
+    attend(m, l, d->step, span, item->first, item->count, kv_head, d->q + row * q_stride(d),
+           d->mixed.x + row * d->mixed.stride, d->mixed.stride,
+           d->attend_scratch + thread * up_to(attend_scratch_floats(m), 16));
+    int width = m->num_heads / m->num_kv_heads * m->head_dim;
+    if (is_dense(&l->out.parts[0]) || width % GROUP) return;
+    for (int i = row; i < row + item->count; i++)
+        for (int g = kv_head * width / GROUP; g < (kv_head + 1) * width / GROUP; g++)
+            quantize_group(d->mixed.x + i * d->mixed.stride + g * GROUP, &d->mixed, i, g);
+}
+
+/* Where a KV head's outputs are no whole groups, rows are quantised once all heads are there. */
+static void quantize_mixed(struct decoder *d, const struct layer *l) {
+    if (is_dense(&l->out.parts[0]) || d->m->num_heads / d->m->num_kv_heads * d->m->head_dim % GROUP == 0) return;
+    for (int i = 0; i < d->step->num_rows; i++) quantize_row(d->mixed.x + i * d->mixed.stride, &d->mixed, i);
+}
+
+/* --- the phases ------------------------------------------------------------------------------------------------- */
+
+/* Phase 0 embeds; then the layers'; then the final norm, the output head and the choice. */
+static void row_phase(struct decoder *d, int phase, struct range r) {
+    const struct model *m = d->m;
+    if (phase == 0) {
+        embed(d, r);
+        return;
+    }
+    int layer = (phase - 1) / PHASES_A_LAYER;
+    const struct layer *l = m->layers + layer;
+    if (layer == m->num_layers) {
+        norm(d, m->final_norm, &m->head, d->step->sample_rows, r);
+        return;
+    }
+    switch ((phase - 1) % PHASES_A_LAYER) {
+        case NORM_ATTN: norm(d, l->attn_norm, &l->qkv, NULL, r); break;
+        case NORM_FFN: norm(d, l->ffn_norm, &l->gate, NULL, r); break;
+        default: rope(d, l, r);
+    }
+}
+
+static int share_rows(struct decoder *d, int phase, int rows) {
+    if (rows > FEW_ROWS) return (rows + ROWS_A_PIECE - 1) / ROWS_A_PIECE;
+    row_phase(d, phase, (struct range){0, rows});
+    return 0;
+}
+
+static int prepare(void *context, int phase) {
+    struct decoder *d = context;
+    const struct model *m = d->m;
+    int last = 1 + m->num_layers * PHASES_A_LAYER, rows = d->step->num_rows, samples = d->step->num_samples;
+    if (phase == 0) return share_rows(d, phase, rows);
+    if (phase == last) return share_rows(d, phase, samples);
+    if (phase == last + 1) return samples ? cut_tiles(d, linear_tiles(&m->head)) : 0;
+    if (phase == last + 2) {
+        choose_best(d, samples ? cut_tiles(d, linear_tiles(&m->head)) : 0);
+        return 0;
+    }
+    const struct layer *l = m->layers + (phase - 1) / PHASES_A_LAYER;
+    switch ((phase - 1) % PHASES_A_LAYER) {
+        case QKV: return cut_tiles(d, linear_tiles(&l->qkv));
+        case ATTEND: return d->num_items * m->num_kv_heads;
+        case OUT: quantize_mixed(d, l); return cut_tiles(d, linear_tiles(&l->out));
+        case GATE_UP: return cut_tiles(d, (m->intermediate_size + GROUP - 1) / GROUP);
+        case DOWN: return cut_tiles(d, linear_tiles(&l->down));
+        default: return share_rows(d, phase, rows);
+    }
+}
+
+static void run(void *context, int phase, int piece, int thread) {
+    struct decoder *d = context;
+    const struct model *m = d->m;
+    int last = 1 + m->num_layers * PHASES_A_LAYER, rows = d->step->num_rows, samples = d->step->num_samples;
+    int64_t hidden = hidden_stride(d);
+    if (phase == last + 1) {
+        linear_piece(d, &m->head, piece, &d->normed, samples, d->step->logits, m->vocab_size, 0);
+        best_of_piece(d, piece);
+        return;
+    }
+    const struct layer *l = m->layers + (phase - 1) / PHASES_A_LAYER;
+    if (phase == 0 || phase == last) {
+        row_phase(d, phase, piece_rows(piece, phase == last ? samples : rows));
+        return;
+    }
+    switch ((phase - 1) % PHASES_A_LAYER) {
+        case QKV: linear_piece(d, &l->qkv, piece, &d->normed, rows, d->qkv, qkv_stride(d), 0); break;
+        case ATTEND: attend_piece(d, l, piece, thread); break;
+        case OUT: linear_piece(d, &l->out, piece, &d->mixed, rows, d->x, hidden, 1); break;
+        case GATE_UP: gate_up_piece(d, l, piece); break;
+        case DOWN: linear_piece(d, &l->down, piece, &d->gated, rows, d->x, hidden, 1); break;
+        default: row_phase(d, phase, piece_rows(piece, rows));
+    }
+}
+
+/* --- calls from outside --------------------------------------------------------------------------------------------- */
+
+/* Null if there is no memory. model and pool must outlive the decoder. */
+EXPORT struct decoder *headrace_decoder_new(const struct model *m, struct pool *pool) {
+    struct decoder *d = calloc(1, sizeof *d);
+    if (!d) return NULL;
+    d->m = m;
+    d->pool = pool;
+    return d;
+}
+
+EXPORT void headrace_decoder_free(struct decoder *d) {
+    free_buffers(d);
+    free(d);
+}
+
+/* 0, or -1 where there is no memory. */
+EXPORT int headrace_decoder_step(struct decoder *d, const struct step *step) {
+    if (!reserve_buffers(d, step)) return -1;
+    d->step = step;
+    cut_spans(d);
+    struct task task = {prepare, run, d, 1 + d->m->num_layers * PHASES_A_LAYER + 3};
+    pool_run(d->pool, &task);
+    return 0;
+}

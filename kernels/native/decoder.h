@@ -1,0 +1,53 @@
+/* A decoder: a model with a pool of threads, and the buffers of a step. */
+#ifndef HEADRACE_DECODER_H
+#define HEADRACE_DECODER_H
+
+#include "native.h"
+#include "simd.h"
+
+struct item { /* query rows of one span that one piece of attention takes */
+    int32_t span, first, count;
+};
+
+struct best {
+    float value;
+    int32_t id; /* -1: not finite */
+};
+
+struct decoder {
+    const struct model *m;
+    struct pool *pool;
+    const struct step *step;
+    int32_t capacity, num_items, item_capacity, tiles_a_piece;
+    float *x, *qkv, *q, *attend_scratch, *gate_up;
+    struct rows normed, mixed, gated;
+    struct item *items;
+    struct best *best; /* [piece of the head][sample] */
+    int64_t best_capacity;
+    void *memory;
+};
+
+INLINE int64_t hidden_stride(const struct decoder *d) { return up_to(d->m->hidden_size, 16); }
+INLINE int64_t q_stride(const struct decoder *d) { return d->m->num_heads * up_to(d->m->head_dim, 16); }
+INLINE int64_t qkv_stride(const struct decoder *d) {
+    return up_to((int64_t)(d->m->num_heads + 2 * d->m->num_kv_heads) * d->m->head_dim, 16);
+}
+
+INLINE int num_tiles(const struct matrix *w) { return (w->rows + TILE_ROWS - 1) / TILE_ROWS; }
+INLINE int linear_tiles(const struct linear *l) {
+    int n = 0;
+    for (int i = 0; i < l->num_parts; i++) n += num_tiles(&l->parts[i]);
+    return n;
+}
+
+/* buffers.c: 0 if there is no memory. Steps no larger than an earlier one allocate nothing. */
+int reserve_buffers(struct decoder *d, const struct step *step);
+void free_buffers(struct decoder *d);
+/* Cuts the step's spans into items. */
+void cut_spans(struct decoder *d);
+
+/* choice.c */
+void best_of_piece(struct decoder *d, int piece);
+void choose_best(struct decoder *d, int pieces);
+
+#endif

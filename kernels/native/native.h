@@ -1,0 +1,117 @@
+/* What the native ops share: the layouts of weights, activations, cache and work, and who calls whom.
+
+   Structures are mirrored field by field in kernels/native/structs.py. */
+#ifndef HEADRACE_NATIVE_H
+#define HEADRACE_NATIVE_H
+
+#include <stdint.h>
+
+#define EXPORT __attribute__((visibility("default")))
+
+#define TILE_ROWS 16      /* rows of a weight that lie interleaved */
+#define GROUP 32          /* columns with one scale, in weights and activations */
+#define SUPER_GROUP 256   /* columns whose scales have a scale */
+#define MAX_BLOCK_ROWS 8  /* activation rows that a product takes at once */
+
+enum format { F32, F16, BF16, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q2_K, Q3_K, Q4_K, Q5_K, Q6_K };
+
+/* A weight [rows, columns], in tiles of TILE_ROWS rows; the last tile is filled up with zeros.
+
+   Dense: codes is [tile][column][16]. Else every plane is [tile][group] of vectors of 64 bytes, in which byte
+   4 r + c belongs to row r and to column 4 v + c of the group, for v = 0 to 7:
+     nibbles  4 vectors: vector v has v in its low nibbles, v + 4 in its high ones
+     2 bits   2 vectors: vector v has 4 v + i in bits 2 i and 2 i + 1
+     1 bit    1 vector: v in bit v
+     bytes    8 vectors, signed
+   codes is nibbles (4, 5 and 6 bits), 2 bits (2 and 3) or bytes (8); high is the bits above it (5, 6 and 3 bits).
+   Scales are [tile][group or half group or super group][16]. */
+struct matrix {
+    int32_t format, rows, columns, reserved;
+    const void *codes;
+    const void *high;
+    const uint16_t *d;       /* float16, a group or super group */
+    const uint16_t *m;       /* float16: added a group (types _1), or times sub_min subtracted (K types) */
+    const uint8_t *sub;      /* K types: integer scale of a group or half group; Q2_K: with sub_min in the high half */
+    const uint8_t *sub_min;
+};
+
+/* Rows of activations, as floats, as signed bytes with a scale a group, or as both. Row strides: stride floats,
+   columns bytes, columns / GROUP scales. */
+struct rows {
+    float *x;
+    int8_t *q;
+    float *d;       /* value = d q */
+    float *s;       /* d times the sum of the group's q */
+    int32_t *sums;  /* of the q of each half group */
+    int64_t stride, columns;
+};
+
+/* One projection: matrices with the same input whose outputs lie one after the other. */
+struct linear {
+    int32_t num_parts, rows;  /* rows: of all parts */
+    struct matrix parts[3];
+    const float *bias;        /* [rows] or null */
+};
+
+struct layer {
+    const float *attn_norm, *ffn_norm;  /* padded to 16 */
+    const float *q_norm, *k_norm;       /* [head_dim] or null */
+    struct linear qkv, out, gate, up, down;
+    uint16_t *k_cache;  /* [block][KV head][slot / width][head_dim][width], width = min(16, block_size) */
+    uint16_t *v_cache;  /* [block][KV head][slot][head_dim padded to 16] */
+};
+
+struct model {
+    int32_t hidden_size, intermediate_size, num_layers, num_heads, num_kv_heads, head_dim, vocab_size, block_size;
+    float eps, query_scale;  /* query_scale: 1 / sqrt(head_dim), times log2 e */
+    const float *cos, *sin;  /* [max positions][head_dim / 2] */
+    const float *final_norm; /* padded to 16 */
+    struct matrix embedding;
+    struct linear head;
+    struct layer *layers;
+};
+
+/* Consecutive rows of one sequence; its block table lies in the step's block_ids from first_block on. */
+struct span {
+    int32_t first_row, num_rows, first_position, first_block;
+};
+
+struct step {
+    int32_t num_rows, num_spans, num_samples, reserved;
+    const int32_t *token_ids, *positions, *row_blocks;  /* row_blocks: the block that a row's K and V go to */
+    const struct span *spans;
+    const int32_t *block_ids;
+    const int32_t *sample_rows;
+    float *logits;      /* [num_samples][vocab_size] */
+    int32_t *best;      /* [num_samples]: the first of the largest logits, -1 where a logit is not finite */
+};
+
+struct pool;
+struct task {
+    /* Called by one thread between two phases: how many pieces the phase has; it may do small work itself. */
+    int (*prepare)(void *context, int phase);
+    void (*run)(void *context, int phase, int piece, int thread);
+    void *context;
+    int num_phases;
+};
+void pool_run(struct pool *pool, const struct task *task);
+int pool_num_threads(const struct pool *pool);
+
+void quantize_group(const float *x, const struct rows *to, int64_t row, int64_t group);
+void quantize_row(const float *x, const struct rows *to, int64_t row);
+void norm_row(const float *x, const float *weight, float eps, int columns, float *y);
+void silu_mul_row(const float *gate, const float *up, float *y, int count);
+void product(const struct matrix *w, int tile, const struct rows *x, int row, int count, float (*out)[TILE_ROWS]);
+void weight_row(const struct matrix *w, int row, float *out);
+void rope_row(const struct model *m, const struct layer *l, float *qkv, float *q, int position, int block);
+
+/* Query rows first_row to first_row + count of a span and one KV head; q and out are [rows][num_heads][padded dim]. */
+void attend(const struct model *m, const struct layer *l, const struct step *step, const struct span *span,
+            int first_row, int count, int kv_head, const float *q, float *out, int64_t out_stride, float *scratch);
+int64_t attend_scratch_floats(const struct model *m);
+#define ATTENTION_ROWS 8
+
+static inline int64_t up_to(int64_t n, int64_t multiple) { return (n + multiple - 1) / multiple * multiple; }
+static inline int is_dense(const struct matrix *w) { return w->format <= BF16; }
+
+#endif

@@ -1,0 +1,152 @@
+/* Threads that share the work of a step: phases one after the other, each cut into pieces.
+
+   A phase is over when its pieces are done, not when all threads have arrived: a thread that the system has taken off
+   its core delays the one piece it holds, and nothing if it holds none. Whoever finishes a phase's last piece opens
+   the next one. Threads with nothing to do spin for SPIN_NS and then sleep. */
+#include <pthread.h>
+#include <stdatomic.h>
+#include <stdlib.h>
+#include <time.h>
+
+#include "native.h"
+
+#define SPIN_NS 50000
+#if defined(__x86_64__)
+#define RELAX() __builtin_ia32_pause()
+#elif defined(__aarch64__)
+#define RELAX() __asm__ volatile("yield")
+#else
+#define RELAX() ((void)0)
+#endif
+
+struct pool {
+    /* Sequence number of the phase (32 bits), its number of pieces (16), the next piece to hand out (16). In one word,
+       since a thread must not judge a piece of one phase by the size of another. */
+    _Alignas(64) _Atomic uint64_t ticket;
+    _Alignas(64) _Atomic uint32_t num_done;
+    _Alignas(64) _Atomic uint32_t num_sleeping;
+    _Atomic int stopping;
+    uint32_t first_phase;  /* sequence number of the task's phase 0 */
+    const struct task *task;
+    pthread_mutex_t lock;
+    pthread_cond_t changed;
+    int num_threads;
+    pthread_t threads[];
+};
+
+static uint32_t phase_of(uint64_t ticket) { return (uint32_t)(ticket >> 32); }
+
+static int64_t now_ns(void) {
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return t.tv_sec * 1000000000ll + t.tv_nsec;
+}
+
+/* Opens the first phase from this one on that has pieces, or the state after the last one. */
+static void open_phase(struct pool *p, uint32_t phase) {
+    int pieces = 0;
+    while ((int)(phase - p->first_phase) < p->task->num_phases) {
+        pieces = p->task->prepare(p->task->context, (int)(phase - p->first_phase));
+        if (pieces > 0) break;
+        phase++;
+    }
+    atomic_store(&p->num_done, 0);
+    atomic_store(&p->ticket, (uint64_t)phase << 32 | (uint64_t)pieces << 16);
+    if (atomic_load(&p->num_sleeping)) {
+        pthread_mutex_lock(&p->lock);
+        pthread_cond_broadcast(&p->changed);
+        pthread_mutex_unlock(&p->lock);
+    }
+}
+
+static void wait_for_other_than(struct pool *p, uint32_t phase) {
+    int64_t until = 0;
+    for (int i = 1; phase_of(atomic_load_explicit(&p->ticket, memory_order_acquire)) == phase; i++) {
+        RELAX();
+        if (i % 64) continue;
+        int64_t now = now_ns();
+        if (until == 0) until = now + SPIN_NS;
+        if (now < until) continue;
+        pthread_mutex_lock(&p->lock);
+        atomic_fetch_add(&p->num_sleeping, 1);
+        while (phase_of(atomic_load(&p->ticket)) == phase && !atomic_load(&p->stopping))
+            pthread_cond_wait(&p->changed, &p->lock);
+        atomic_fetch_sub(&p->num_sleeping, 1);
+        pthread_mutex_unlock(&p->lock);
+        return;
+    }
+}
+
+/* Takes pieces until the present task is over; the number of the phase after its last one. */
+static uint32_t work(struct pool *p, int thread) {
+    for (;;) {
+        uint64_t ticket = atomic_fetch_add(&p->ticket, 1);
+        uint32_t phase = phase_of(ticket), pieces = ticket >> 16 & 0xffff, piece = ticket & 0xffff;
+        if (piece < pieces) {
+            const struct task *task = p->task;
+            task->run(task->context, (int)(phase - p->first_phase), (int)piece, thread);
+            if (atomic_fetch_add(&p->num_done, 1) + 1 == pieces) open_phase(p, phase + 1);
+        } else if (pieces == 0) {
+            return phase;
+        } else {
+            wait_for_other_than(p, phase);
+        }
+    }
+}
+
+struct start {
+    struct pool *pool;
+    int thread;
+};
+
+static void *run_thread(void *argument) {
+    struct start start = *(struct start *)argument;
+    free(argument);
+    while (!atomic_load(&start.pool->stopping)) wait_for_other_than(start.pool, work(start.pool, start.thread));
+    return NULL;
+}
+
+/* Runs a task on the caller's thread and the pool's; one task at a time. */
+void pool_run(struct pool *p, const struct task *task) {
+    uint32_t phase = phase_of(atomic_load(&p->ticket)) + 1;
+    p->task = task;
+    p->first_phase = phase;
+    open_phase(p, phase);
+    work(p, 0);
+}
+
+int pool_num_threads(const struct pool *p) { return p->num_threads; }
+
+/* num_threads counts the caller's; null if the threads cannot be had. */
+EXPORT struct pool *headrace_pool_new(int num_threads) {
+    size_t size = up_to(sizeof(struct pool) + sizeof(pthread_t) * (size_t)num_threads, 64);
+    struct pool *p = aligned_alloc(64, size);
+    if (!p) return NULL;
+    atomic_init(&p->ticket, 0);
+    atomic_init(&p->num_done, 0);
+    atomic_init(&p->num_sleeping, 0);
+    atomic_init(&p->stopping, 0);
+    pthread_mutex_init(&p->lock, NULL);
+    pthread_cond_init(&p->changed, NULL);
+    p->num_threads = 1;
+    for (int i = 1; i < num_threads; i++) {
+        struct start *start = malloc(sizeof *start);
+        if (!start) break;
+        *start = (struct start){p, i};
+        if (pthread_create(&p->threads[i], NULL, run_thread, start)) {
+            free(start);
+            break;
+        }
+        p->num_threads++;
+    }
+    return p;
+}
+
+EXPORT void headrace_pool_free(struct pool *p) {
+    atomic_store(&p->stopping, 1);
+    pthread_mutex_lock(&p->lock);
+    pthread_cond_broadcast(&p->changed);
+    pthread_mutex_unlock(&p->lock);
+    for (int i = 1; i < p->num_threads; i++) pthread_join(p->threads[i], NULL);
+    free(p);
+}

@@ -1,0 +1,56 @@
+"""Which engine computes: the native one where its ops can be had, else torch's. Chosen once in a worker's life."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+from kernels.native import build
+from kernels.native.build import NoNativeOps
+from kernels.native.library import NativeLibrary
+from services.gpu_worker.engine import TorchEngine
+from services.gpu_worker.model.config import ConfigError
+from services.gpu_worker.native_engine import NativeEngine
+from services.gpu_worker.weights.loader import Progress
+
+log = logging.getLogger(__name__)
+
+
+def load_engine(
+    kind: str,
+    model: Path,
+    cache_dir: Path,
+    *,
+    num_threads: int,
+    kv_cache_bytes: int | None = None,
+    block_size: int = 16,
+    max_model_len: int | None = None,
+    kv_cache_dtype: str = "auto",
+    progress: Progress | None = None,
+    say: Callable[[str], None] = log.info,
+) -> NativeEngine | TorchEngine:
+    """kind: "native", "torch", or "auto": native unless that is impossible. Libraries are kept in cache_dir/native.
+
+    ConfigError if native ops are asked for and cannot be had; else as the engines' own `load`.
+    """
+    library = None if kind == "torch" else _library(cache_dir / "native", kind == "native", say)
+    if library is not None:
+        return NativeEngine.load(
+            model, library, num_threads=num_threads, kv_cache_bytes=kv_cache_bytes, block_size=block_size,
+            max_model_len=max_model_len, kv_cache_dtype=kv_cache_dtype, progress=progress,
+        )  # fmt: skip
+    return TorchEngine.load(
+        model, num_threads=num_threads, kv_cache_bytes=kv_cache_bytes, block_size=block_size,
+        max_model_len=max_model_len, kv_cache_dtype=kv_cache_dtype, progress=progress,
+    )  # fmt: skip
+
+
+def _library(folder: Path, needed: bool, say: Callable[[str], None]) -> NativeLibrary | None:
+    try:
+        return build.load(folder, say)
+    except NoNativeOps as e:
+        if needed:
+            raise ConfigError(f"engine: native is not possible here: {e}") from e
+        log.warning("computing with torch, which is several times slower: %s", e)
+        return None

@@ -1,0 +1,97 @@
+"""The engine on native ops: a step's chunks in, sampled tokens out. Synchronous, in whatever thread calls it.
+
+Like `engine.TorchEngine` in everything but speed and rounding: products take activations of 8 bits (see
+`kernels.matmul_a8`), the KV cache is float16. P2 holds because every op's rows are independent, by construction.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from pathlib import Path
+
+import torch
+
+from kernels.native.library import NativeLibrary
+from services.gpu_worker.attention_plan import Geometry
+from services.gpu_worker.batch import Chunk, EngineInfo, SampledToken
+from services.gpu_worker.engine import USEFUL_CONTEXTS, context_length, draw_of, memory_errors
+from services.gpu_worker.kv_pool import num_blocks_for
+from services.gpu_worker.model.config import ConfigError
+from services.gpu_worker.model.native_decoder import LAYOUT, NativeDecoder, block_bytes
+from services.gpu_worker.native_inputs import build_native_inputs
+from services.gpu_worker.sampler import sample
+from services.gpu_worker.step_inputs import SequenceError
+from services.gpu_worker.variant import native_variant
+from services.gpu_worker.weights.loader import Progress, open_source
+from services.gpu_worker.weights.native_loader import load_native_weights
+
+BLOCK_SIZES = (1, 2, 4, 8, 16, 32, 48, 64, 128, 256)
+
+
+class NativeEngine:
+    """Build one with `load`. `step` may be repeated: after an exception nothing but unused KV slots has changed."""
+
+    def __init__(self, decoder: NativeDecoder, geometry: Geometry, info: EngineInfo) -> None:
+        self.info = info
+        self.decoder = decoder
+        self._geometry = geometry
+
+    @classmethod
+    def load(
+        cls,
+        model: Path,
+        library: NativeLibrary,
+        *,
+        num_threads: int,
+        kv_cache_bytes: int | None = None,
+        block_size: int = 16,
+        max_model_len: int | None = None,
+        kv_cache_dtype: str = "auto",
+        progress: Progress | None = None,
+    ) -> NativeEngine:
+        """ValueError (ConfigError, WeightsError, GGUFError) if the model cannot be served as asked.
+
+        Leaves torch with one thread in the whole process: its threads would fight the pool's for cores.
+        """
+        if kv_cache_dtype not in ("auto", "float16"):
+            raise ConfigError(f"kv_cache_dtype: {kv_cache_dtype!r} is not supported by native kernels (float16)")
+        if block_size not in BLOCK_SIZES:
+            raise ConfigError(f"block_size: {block_size} is not one of {', '.join(map(str, BLOCK_SIZES))}")
+        source = open_source(model)
+        config = source.config
+        length = context_length(config, max_model_len)
+        most_useful = USEFUL_CONTEXTS * -(-length // block_size)
+        num_blocks = num_blocks_for(kv_cache_bytes, block_bytes(config, block_size), most_useful)
+        torch.set_num_threads(num_threads)
+        with torch.inference_mode(), memory_errors():
+            decoder = NativeDecoder(
+                config, load_native_weights(source, progress), library, num_threads=num_threads,
+                num_blocks=num_blocks, block_size=block_size, max_model_len=length,
+            )  # fmt: skip
+        torch.set_num_threads(1)
+        geometry = Geometry(
+            num_blocks, block_size, config.num_heads, config.num_kv_heads, config.head_dim, config.vocab_size, length
+        )
+        variant = native_variant(source.identity, library.name, block_size=block_size, layout=LAYOUT)
+        return cls(decoder, geometry, EngineInfo(variant, config.vocab_size, length, block_size, num_blocks, "cpu"))
+
+    def step(self, chunks: Seq[Chunk]) -> list[SampledToken | None]:
+        """As `Engine.step`. SequenceError, before anything is computed, for a chunk that cannot be; and after, for a
+        sequence whose logits are not finite. ValueError for parameters that `sampler.validate` refuses; MemoryError."""
+        results: list[SampledToken | None] = [None] * len(chunks)
+        if not chunks:
+            return results
+        inputs = build_native_inputs(chunks, self._geometry)
+        logits, best = self.decoder.forward(inputs)
+        if -1 in best:
+            chunk = chunks[inputs.sample_chunks[best.index(-1)]]
+            raise SequenceError(chunk.seq.sid, "its logits are not finite")
+        draws = [draw_of(chunks[i]) for i in inputs.sample_chunks]
+        if all(draw.is_plain for draw in draws):
+            tokens = [SampledToken(token_id) for token_id in best]
+        else:
+            with torch.inference_mode(), memory_errors():
+                tokens = sample(logits, draws)
+        for i, token in zip(inputs.sample_chunks, tokens, strict=True):
+            results[i] = token
+        return results

@@ -1,0 +1,133 @@
+"""From a model's files to weights packed for the native products: quantised ones stay so, floats stay as stored.
+
+Every tensor is read once, and nothing in the files is left over. What has been packed is released in the mapping.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from dataclasses import dataclass
+
+import torch
+
+from kernels.packed_weight import TILE_ROWS, Codes, PackedWeight, pack, pack_dense
+from services.gpu_worker.model.config import ModelConfig
+from services.gpu_worker.weights.loader import Progress, TensorLedger
+from services.gpu_worker.weights.source import CHUNK_BYTES, WeightSource
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class NativeLinear:
+    """Weights with the same input, whose outputs lie one after the other."""
+
+    parts: tuple[PackedWeight, ...]
+    bias: torch.Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class NativeLayer:
+    attn_norm: torch.Tensor
+    ffn_norm: torch.Tensor
+    q_norm: torch.Tensor | None
+    k_norm: torch.Tensor | None
+    qkv: NativeLinear
+    out: NativeLinear
+    gate: NativeLinear
+    up: NativeLinear
+    down: NativeLinear
+
+
+@dataclass(frozen=True, slots=True)
+class NativeWeights:
+    embedding: PackedWeight
+    layers: tuple[NativeLayer, ...]
+    final_norm: torch.Tensor
+    head: NativeLinear
+    rope_factors: torch.Tensor | None = None
+
+
+def load_native_weights(source: WeightSource, progress: Progress | None = None) -> NativeWeights:
+    """WeightsError names what is missing, of another shape, or left over."""
+    reader, config = _Reader(source, progress), source.config
+    embedding = reader.matrix("model.embed_tokens.weight", config.vocab_size, config.hidden_size)
+    layers = tuple(_layer(reader, config, f"model.layers.{i}.") for i in range(config.num_layers))
+    factors = reader.vector("rope_factors", config.head_dim // 2) if "rope_factors" in source.shapes else None
+    head = embedding
+    if "lm_head.weight" in source.shapes:
+        head = reader.matrix("lm_head.weight", config.vocab_size, config.hidden_size)
+    elif config.tied is False:
+        log.warning("tie_word_embeddings is false but there is no output head: the embedding serves as one")
+    weights = NativeWeights(
+        embedding, layers, reader.vector("model.norm.weight", config.hidden_size), NativeLinear((head,)), factors
+    )
+    reader.finish()
+    return weights
+
+
+def _layer(reader: _Reader, config: ModelConfig, prefix: str) -> NativeLayer:
+    hidden, heads, ffn = config.hidden_size, config.num_heads * config.head_dim, config.intermediate_size
+    kv, dim = config.num_kv_heads * config.head_dim, config.head_dim
+    attn, mlp = prefix + "self_attn.", prefix + "mlp."
+    qkv = [(f"{attn}q_proj", heads), (f"{attn}k_proj", kv), (f"{attn}v_proj", kv)]
+    return NativeLayer(
+        attn_norm=reader.vector(f"{prefix}input_layernorm.weight", hidden),
+        ffn_norm=reader.vector(f"{prefix}post_attention_layernorm.weight", hidden),
+        q_norm=reader.vector(f"{attn}q_norm.weight", dim) if config.qk_norm else None,
+        k_norm=reader.vector(f"{attn}k_norm.weight", dim) if config.qk_norm else None,
+        qkv=reader.linear(qkv, hidden, config.qkv_bias),
+        out=reader.linear([(f"{attn}o_proj", hidden)], heads, config.out_bias),
+        gate=reader.linear([(f"{mlp}gate_proj", ffn)], hidden, config.mlp_bias),
+        up=reader.linear([(f"{mlp}up_proj", ffn)], hidden, config.mlp_bias),
+        down=reader.linear([(f"{mlp}down_proj", hidden)], ffn, config.mlp_bias),
+    )
+
+
+class _Reader:
+    """Reads tensors by name, at most once each."""
+
+    def __init__(self, source: WeightSource, progress: Progress | None) -> None:
+        self._source = source
+        self._ledger = TensorLedger(source, progress)
+        self.finish = self._ledger.finish
+
+    def vector(self, name: str, size: int) -> torch.Tensor:
+        """float32, with zeros up to a multiple of 16."""
+        self._ledger.check(name, (size,))
+        out = torch.zeros(-(-size // TILE_ROWS) * TILE_ROWS)
+        self._source.read_into(name, out[:size])
+        self._ledger.taken(name)
+        return out
+
+    def linear(self, parts: list[tuple[str, int]], in_features: int, bias: bool) -> NativeLinear:
+        weights = tuple(self.matrix(f"{name}.weight", rows, in_features) for name, rows in parts)
+        if not bias:
+            return NativeLinear(weights)
+        biases = [self.vector(f"{name}.bias", rows)[:rows] for name, rows in parts]
+        return NativeLinear(weights, torch.cat(biases))
+
+    def matrix(self, name: str, rows: int, columns: int) -> PackedWeight:
+        """Packed a run of rows at a time, so that a large one is not unpacked whole."""
+        self._ledger.check(name, (rows, columns))
+        step = max(TILE_ROWS, CHUNK_BYTES // columns // TILE_ROWS * TILE_ROWS)
+        runs = [_packed(self._source.stored(name, i, min(rows, i + step))) for i in range(0, rows, step)]
+        self._ledger.taken(name)
+        return runs[0] if len(runs) == 1 else _joined(runs, rows)
+
+
+def _packed(stored: Codes | torch.Tensor) -> PackedWeight:
+    return pack(stored) if isinstance(stored, Codes) else pack_dense(stored)
+
+
+def _joined(runs: list[PackedWeight], rows: int) -> PackedWeight:
+    def joined(parts: list[torch.Tensor | None]) -> torch.Tensor | None:
+        present = [part for part in parts if part is not None]
+        return torch.cat(present) if present else None
+
+    return dataclasses.replace(
+        runs[0], rows=rows, codes=torch.cat([run.codes for run in runs]), high=joined([run.high for run in runs]),
+        d=joined([run.d for run in runs]), m=joined([run.m for run in runs]), sub=joined([run.sub for run in runs]),
+        sub_min=joined([run.sub_min for run in runs]),
+    )  # fmt: skip

@@ -1,0 +1,33 @@
+"""How many cores there are to compute on: physical ones that this process may use, within the container's quota."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+CPUS = Path("/sys/devices/system/cpu")
+QUOTA = Path("/sys/fs/cgroup/cpu.max")
+
+
+def num_cores() -> int:
+    """At least 1. Two threads of one core share its arithmetic units, so they count once."""
+    usable = os.sched_getaffinity(0)
+    cores = {_siblings(cpu) for cpu in usable}
+    return max(1, min(len(cores), _quota() or len(cores)))
+
+
+def _siblings(cpu: int) -> str:
+    """The same text for all threads of a core."""
+    try:
+        return (CPUS / f"cpu{cpu}" / "topology" / "thread_siblings_list").read_text(encoding="ascii").strip()
+    except OSError:
+        return str(cpu)
+
+
+def _quota() -> int | None:
+    """The quota of the cgroup (version 2) in cores, rounded up; None where there is none."""
+    try:
+        quota, period = QUOTA.read_text(encoding="ascii").split()
+        return -(-int(quota) // int(period))
+    except (OSError, ValueError):
+        return None

@@ -1,0 +1,152 @@
+"""The native engine against torch's: the same text and nearly the same numbers, for every architecture and type."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from services.gpu_worker.batch import Chunk
+from services.gpu_worker.engine import TorchEngine
+from services.gpu_worker.engines import load_engine
+from services.gpu_worker.model.config import ConfigError
+from services.gpu_worker.native_engine import NativeEngine
+from services.gpu_worker.step_inputs import SequenceError
+from services.gpu_worker.weights.source import WeightsError
+from tests.gpu_worker.any_engine import last_logits, load_native, load_torch
+from tests.gpu_worker.gguf_files import write_gguf
+from tests.gpu_worker.tiny_models import ARCHITECTURES, Runner, build, prompts, save
+from tests.kernels.native_libraries import FOLDER, best_library
+from tests.kernels.threads import torch_threads
+
+WIDE = {"hidden_size": 256, "intermediate_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2,
+           "head_dim": 64, "initializer_range": 0.08}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_architectures(tmp_path: Path, name: str) -> None:
+    """Weights in float32, so that only the cache in float16 differs."""
+    with torch_threads(1):
+        save(name, tmp_path)
+        texts = prompts(6, high=200)
+        want, got = (last_logits(load(tmp_path, kv_cache_bytes=8 << 20), texts) for load in (load_torch, load_native))
+    torch.testing.assert_close(got, want, atol=0.03, rtol=0)
+
+
+@pytest.mark.parametrize("type_name", ["F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"])
+def test_types(tmp_path: Path, type_name: str) -> None:
+    """Activations of 8 bits cost a few percent of a logit's spread in a random model."""
+    write_gguf(build("llama", **WIDE), tmp_path / "model.gguf", type_name=type_name)
+    with torch_threads(1):
+        texts = prompts(6, high=60)
+        want, got = (
+            last_logits(load(tmp_path / "model.gguf", kv_cache_bytes=8 << 20), texts)
+            for load in (load_torch, load_native)
+        )
+    spread = want.std(-1).mean()
+    assert ((got - want).std() / spread) < (0.002 if type_name in ("F16", "BF16") else 0.08)
+
+
+@pytest.mark.parametrize(
+    "settings", [{"block_size": 1}, {"block_size": 8}, {"block_size": 64}, {"block_size": 256}], ids=str
+)
+def test_block_sizes_do_not_show(tmp_path: Path, settings: dict[str, Any]) -> None:
+    save("llama", tmp_path)
+    texts = prompts(3, low=80, high=300)
+    want, got = (last_logits(load_native(tmp_path, kv_cache_bytes=8 << 20, **s), texts) for s in ({}, settings))
+    assert torch.equal(got, want)
+
+
+def test_contexts_of_several_splits(tmp_path: Path) -> None:
+    """Attention merges runs of 512 keys."""
+    save("llama", tmp_path, max_position_embeddings=2048)
+    texts = prompts(2, low=1500, high=1600)
+    with torch_threads(1):
+        want = last_logits(load_torch(tmp_path, kv_cache_bytes=8 << 20), texts, 512)
+        native = load_native(tmp_path, kv_cache_bytes=8 << 20)
+        torch.testing.assert_close(last_logits(native, texts, 512), want, atol=0.03, rtol=0)
+        assert torch.equal(last_logits(native, texts, 512), last_logits(native, texts, 100))
+
+
+def test_untied_heads_biases_and_left_over_tensors(tmp_path: Path) -> None:
+    model = build("llama-biases")
+    write_gguf(model, tmp_path / "model.gguf", changes={"model.layers.1.self_attn.o_proj.bias": None})
+    with pytest.raises(WeightsError, match=r"o_proj.bias.*expected, found None"):
+        load_native(tmp_path / "model.gguf", kv_cache_bytes=1 << 20)
+    write_gguf(model, tmp_path / "model.gguf", changes={"something.weight": torch.zeros(4, 4)})
+    with pytest.raises(WeightsError, match="no place in this architecture: something"):
+        load_native(tmp_path / "model.gguf", kv_cache_bytes=1 << 20)
+
+
+def test_weights_stay_packed(tmp_path: Path) -> None:
+    write_gguf(build("llama", **WIDE | {"vocab_size": 4096}), tmp_path / "model.gguf", type_name="Q4_1")
+    engine = load_native(tmp_path / "model.gguf", kv_cache_bytes=1 << 20)
+    assert engine.decoder.num_weight_bytes <= 1.15 * (tmp_path / "model.gguf").stat().st_size
+
+
+def test_a_chunk_that_cannot_be_is_refused_before_anything_is_computed(tmp_path: Path) -> None:
+    save("llama", tmp_path)
+    engine = load_native(tmp_path, kv_cache_bytes=1 << 20)
+    runner = Runner(engine)
+    good, bad = runner.sequence([1, 2, 3], 2), runner.sequence([1, 2, 300], 2)
+    with pytest.raises(SequenceError, match="vocabulary") as error:
+        engine.step([Chunk(good, 0, 3, True), Chunk(bad, 0, 3, True)])
+    assert error.value.sid == bad.sid
+    assert engine.step([]) == []
+    assert engine.step([Chunk(good, 0, 2, False)]) == [None]
+
+
+def test_logits_that_are_not_finite_name_their_sequence(tmp_path: Path) -> None:
+    model = build("llama")
+    model.model.embed_tokens.weight.data[7] = torch.nan
+    model.save_pretrained(tmp_path)
+    engine = load_native(tmp_path, kv_cache_bytes=1 << 20)
+    runner = Runner(engine)
+    fine, sick = runner.sequence([1, 2, 3], 2), runner.sequence([1, 7, 3], 2)
+    with pytest.raises(SequenceError, match="not finite") as error:
+        engine.step([Chunk(fine, 0, 3, True), Chunk(sick, 0, 3, True)])
+    assert error.value.sid == sick.sid
+    assert engine.step([Chunk(fine, 0, 3, True)])[0] is not None
+
+
+def test_settings_that_cannot_be(tmp_path: Path) -> None:
+    save("llama", tmp_path)
+    for settings in ({"block_size": 3}, {"kv_cache_dtype": "float32"}):
+        with pytest.raises(ConfigError, match=next(iter(settings))):
+            load_native(tmp_path, **settings)
+
+
+# --- which engine ---------------------------------------------------------------------------------------------------
+
+
+def test_native_is_chosen_where_it_can_be(tmp_path: Path) -> None:
+    best_library()
+    save("llama", tmp_path)
+    with torch_threads(1):
+        chosen = [
+            load_engine(kind, tmp_path, FOLDER.parent, num_threads=1, kv_cache_bytes=1 << 20)
+            for kind in ("auto", "native", "torch")
+        ]
+    assert [type(engine) for engine in chosen] == [NativeEngine, NativeEngine, TorchEngine]
+    assert chosen[0].info.variant.startswith("cpu-native-") and chosen[0].info.variant == chosen[1].info.variant
+    assert chosen[2].info.variant.startswith("cpu-torch-")
+    assert replace(chosen[0].info, variant="", num_blocks=0) == replace(chosen[2].info, variant="", num_blocks=0)
+
+
+def test_without_a_compiler_torch_computes_and_says_so_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    save("llama", tmp_path)
+    monkeypatch.setenv("PATH", str(tmp_path / "empty"))
+    with torch_threads(1), caplog.at_level(logging.WARNING):
+        engine = load_engine("auto", tmp_path, tmp_path / "new", num_threads=1, kv_cache_bytes=1 << 20)
+        assert isinstance(engine, TorchEngine)
+        assert [r.message for r in caplog.records] == [
+            "computing with torch, which is several times slower: no C compiler was found (cc, gcc, clang)"
+        ]
+        with pytest.raises(ConfigError, match="native is not possible here: no C compiler"):
+            load_engine("native", tmp_path, tmp_path / "new", num_threads=1)
