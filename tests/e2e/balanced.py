@@ -16,9 +16,16 @@ from typing import Any
 import aiohttp
 
 from tests.e2e.clients import Answer, Client, Json, path_of, read_events, take_whole
+from tests.e2e.stack import Stack
 
 AGAIN_S = 0.05
 TRANSIENT = (502, 503)
+
+
+def listening(stack: Stack) -> list[str]:
+    """What a load balancer knows: the gateways that have not been told to stop."""
+    gateways = [p for p in stack.processes("gateway") if p.port and not p.expected_to_end]
+    return [stack.url_of(p.index) for p in gateways]
 
 
 class BalancedClient:

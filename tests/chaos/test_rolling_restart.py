@@ -12,7 +12,7 @@ import time
 import pytest
 
 from shared.protocol import MemberKind
-from tests.e2e.balanced import BalancedClient
+from tests.e2e.balanced import BalancedClient, listening
 from tests.e2e.clients import Answer, Connect, check_same, longest_pause_s
 from tests.e2e.load import SLOW, USAGE, mixed, plain, words
 from tests.e2e.process import Process
@@ -25,11 +25,6 @@ DRAIN_S = 1.0  # shorter than most answers take: streams move to the other gatew
 MAX_STOP_S = DRAIN_S + 5.0
 LONG = 250  # tokens, 5 s
 KINDS: list[MemberKind] = ["worker", "scheduler", "store", "gateway"]
-
-
-def listening(stack: Stack) -> list[str]:
-    gateways = [p for p in stack.processes("gateway") if p.port and not p.expected_to_end]
-    return [stack.url_of(p.index) for p in gateways]
 
 
 async def replace(stack: Stack, process: Process) -> float:

@@ -9,12 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.balanced import BalancedClient
+from tests.e2e.balanced import BalancedClient, listening
 from tests.e2e.clients import Answer, Connect, check_same
 from tests.e2e.load import SLOW, USAGE, mixed, plain, words
 from tests.e2e.own_redis import OwnRedis
 from tests.e2e.stack import NewStack, Stack
-from tests.e2e.test_rolling_restart import listening
 from tests.helpers import wait_until
 
 log = logging.getLogger(__name__)
