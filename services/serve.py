@@ -43,6 +43,7 @@ from shared.settings import (
     SCRIPTED_MODEL,
     CommonSettings,
     GatewaySettings,
+    LimitSettings,
     SchedulerSettings,
     ScriptedSettings,
     ServeSettings,
@@ -81,7 +82,7 @@ class Plan:
     @classmethod
     def load(cls, environ: Mapping[str, str]) -> Plan:
         """SettingsError for any service's settings, before any of them is started."""
-        for section in (SchedulerSettings, ScriptedSettings):
+        for section in (LimitSettings, SchedulerSettings, ScriptedSettings):
             load(section, environ)
         if load(WorkerSettings, environ).engine == "scripted" and not environ.get(variable("model")):
             environ = {**environ, variable("model"): SCRIPTED_MODEL}  # it speaks no other vocabulary

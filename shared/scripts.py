@@ -9,7 +9,7 @@ counts are separate arguments. Knows nothing of what payloads mean, except `Outc
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 from importlib.resources import files
 from typing import Any
@@ -84,6 +84,7 @@ class Admission:
     requests_reset_ms: int = 0  # until all of it is left
     tokens_left: int = 0
     tokens_reset_ms: int = 0
+    key_limits: KeyLimits = UNLIMITED  # that were asked about
 
     @property
     def accepted(self) -> bool:
@@ -159,7 +160,7 @@ class Scripts:
         for spec, prompt in requests:
             args += (spec.rid, spec.num_choices, spec.num_prompt_tokens, prompt, encode(spec))
         status, *numbers = await self._run("admit", *args)
-        return Admission(status.decode(), *numbers)
+        return replace(Admission(status.decode(), *numbers), key_limits=key_limits)
 
     async def assign(self, sid: str, epoch: int, worker: str, term: int, admit: bytes) -> str:
         """ok | stale (not queued at that epoch) | fenced (term is not current) | gone (the worker reads no more)."""

@@ -146,6 +146,33 @@ class GatewaySettings(Section):
         return (*self.api_keys, *(line.strip() for line in lines if line.strip() and not line.startswith("#")))
 
 
+class LimitSettings(Section):
+    """What every gateway of a deployment has to be told alike."""
+
+    TITLE = "gateway: limits"
+    queue_timeout_s: float = _setting(
+        0.0, "seconds from admission within which a request must have been given to a worker; any when 0",
+        ge=0, le=86400,
+    )  # fmt: skip
+    first_token_timeout_s: float = _setting(
+        0.0, "seconds from admission within which the first token must come; any when 0", ge=0, le=86400
+    )
+    inter_token_timeout_s: float = _setting(0.0, "seconds between two tokens of a choice; any when 0", ge=0, le=86400)
+    max_concurrency_per_key: int = _setting(
+        0, "open requests of an API key beyond which it gets 429, over all gateways; any when 0", ge=0, le=1 << 24
+    )
+    requests_per_minute_per_key: int = _setting(0, "calls a minute of an API key; any when 0", ge=0, le=1 << 24)
+    tokens_per_minute_per_key: int = _setting(
+        0, "tokens a minute of an API key, in prompts and drawn; any when 0", ge=0, le=1 << 40
+    )
+    send_timeout_s: float = _setting(
+        60.0, "seconds within which a client must take what is buffered for it (64 KiB), or is cut", gt=0, le=3600
+    )
+    max_connections: int = _setting(
+        0, "connections beyond which a gateway answers 503; as many as its file descriptors allow when 0", ge=0
+    )
+
+
 class SchedulerSettings(Section):
     TITLE = "scheduler"
     scheduling_policy: Annotated[str, _only("fcfs")] = _setting("fcfs", "order of the queue")
@@ -205,13 +232,13 @@ class ClientSettings(Section):
 
 
 SERVICE_SECTIONS: dict[str, tuple[type[Section], ...]] = {
-    "gateway": (CommonSettings, GatewaySettings),
+    "gateway": (CommonSettings, GatewaySettings, LimitSettings),
     "scheduler": (CommonSettings, SchedulerSettings),
     "cache_store": (CommonSettings,),
     "gpu_worker": (CommonSettings, WorkerSettings, ScriptedSettings),
 }
 SERVE_SECTIONS: tuple[type[Section], ...] = (
-    CommonSettings, ServeSettings, GatewaySettings, SchedulerSettings, WorkerSettings,
+    CommonSettings, ServeSettings, GatewaySettings, LimitSettings, SchedulerSettings, WorkerSettings,
     ScriptedSettings,
 )  # fmt: skip
 ALL_SECTIONS: tuple[type[Section], ...] = (*SERVE_SECTIONS, ClientSettings)

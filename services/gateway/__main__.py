@@ -12,7 +12,7 @@ from services.gateway.service import CannotListen, GatewayService
 from services.gateway.tokenization import Tokenizer, TokenizerError
 from shared import bootstrap, bus, model_source
 from shared.runtime import EXIT_CONFIG, Stop, redis_answers
-from shared.settings import SCRIPTED_MODEL, CommonSettings, GatewaySettings
+from shared.settings import SCRIPTED_MODEL, CommonSettings, GatewaySettings, LimitSettings
 
 log = logging.getLogger("gateway")
 
@@ -24,7 +24,7 @@ def load_tokenizer(common: CommonSettings) -> Tokenizer:
     return Tokenizer.from_source(model_source.resolve(common.model, common.cache_dir))
 
 
-async def serve(stop: Stop, common: CommonSettings, own: GatewaySettings) -> int:
+async def serve(stop: Stop, common: CommonSettings, own: GatewaySettings, limits: LimitSettings) -> int:
     try:
         check_parser()
         tokenizer = load_tokenizer(common)
@@ -35,7 +35,7 @@ async def serve(stop: Stop, common: CommonSettings, own: GatewaySettings) -> int
     try:
         if not await redis_answers(redis, stop, volatile=common.volatile):
             return 0
-        service = GatewayService(redis, tokenizer, common, own)
+        service = GatewayService(redis, tokenizer, common, own, limits)
         await service.intake.start()
         await service.run(stop)
     except ChatTemplateError as e:

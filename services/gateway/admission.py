@@ -17,9 +17,12 @@ MAX_READINGS = 256
 class TryLater(ApiError):
     """A refusal that does not lie in the request: the answer carries Retry-After."""
 
-    def __init__(self, status: int, message: str, *, code: str, retry_after_s: int) -> None:
+    def __init__(
+        self, status: int, message: str, *, code: str, retry_after_s: int, admission: Admission | None = None
+    ) -> None:
         super().__init__(status, message, code=code)
         self.retry_after_s = retry_after_s
+        self.admission = admission
 
 
 def unavailable(message: str, code: str, retry_after_s: int = 1) -> TryLater:
@@ -32,17 +35,43 @@ def refused(admission: Admission, num_prompt_tokens: int, drained: DrainMeter) -
     match admission.status:
         case "key_open":
             sentence = f"{number} requests of this API key are open, as many as it may have"
-            return TryLater(429, sentence, code="concurrency_limit_exceeded", retry_after_s=1)
+            return TryLater(
+                429, sentence, code="concurrency_limit_exceeded", retry_after_s=1, admission=admission
+            )  # fmt: skip
         case "key_requests" | "key_tokens":
             what = admission.status.removeprefix("key_")
             sentence = f"this API key has used its {number} {what} a minute"
             wait_s = max(1, math.ceil(admission.wait_ms / 1000))
-            return TryLater(429, sentence, code="rate_limit_exceeded", retry_after_s=wait_s)
+            return TryLater(429, sentence, code="rate_limit_exceeded", retry_after_s=wait_s, admission=admission)
         case "full_requests":
             sentence, num_queued = f"the queue is full ({number} requests wait)", number
         case _:
             sentence, num_queued = f"the queue is full ({number} tokens wait)", number // num_prompt_tokens
-    return TryLater(429, sentence, code="queue_full", retry_after_s=drained.retry_after_s(num_queued))
+    return TryLater(
+        429, sentence, code="queue_full", retry_after_s=drained.retry_after_s(num_queued), admission=admission
+    )
+
+
+def rate_limit_headers(admission: Admission) -> dict[str, str]:
+    """What OpenAI says of each limit that there is: how much, what is left, and after what time all of it is."""
+    limits, headers = admission.key_limits, dict[str, str]()
+    for what, limit, left, reset_ms in (
+        ("requests", limits.requests_per_minute, admission.requests_left, admission.requests_reset_ms),
+        ("tokens", limits.tokens_per_minute, admission.tokens_left, admission.tokens_reset_ms),
+    ):
+        if limit:
+            headers[f"x-ratelimit-limit-{what}"] = str(limit)
+            headers[f"x-ratelimit-remaining-{what}"] = str(left)
+            headers[f"x-ratelimit-reset-{what}"] = _duration(reset_ms)
+    return headers
+
+
+def _duration(ms: int) -> str:
+    """As OpenAI writes it: 20ms, 1.5s, 6m0s."""
+    if ms < 1000:
+        return f"{ms}ms"
+    minutes, ms = divmod(ms, 60_000)
+    return (f"{minutes}m" if minutes else "") + f"{ms / 1000:g}s"
 
 
 class DrainMeter:

@@ -1,4 +1,6 @@
-"""How an answer goes out: when it begins, what ends it, what a client that reads slowly costs.
+"""How an answer goes out: when it begins, and what ends it.
+
+A client that reads slowly makes only its own response wait; when it is cut is `http_server.py`'s.
 
 What is in it comes from `generation.py`, how it looks from `responses.py` and `sse.py`.
 """
@@ -15,15 +17,13 @@ from services.gateway.choice_stream import Delta
 from services.gateway.errors import ApiError, error_body
 from services.gateway.generation import Generation
 from services.gateway.http_server import json_response
-from services.gateway.middleware import RID
+from services.gateway.middleware import ADMISSION
 from services.gateway.responses import ChoiceResult, Json, ResponseBuilder, usage
 from services.gateway.state import GatewayState
 from services.gateway.tokenization import Tokenizer
 
 log = logging.getLogger(__name__)
 
-STALL_S = 60.0  # a client that takes nothing for so long is cut; until then only its own response waits
-UNBOUNDED_WRITE_BYTES = 32 * 1024  # half of what asyncio buffers before it makes a writer wait
 STREAM_HEADERS = {
     "Content-Type": "text/event-stream; charset=utf-8",
     "Cache-Control": "no-cache",
@@ -37,6 +37,8 @@ async def send(
     """Enters the generation and sends what comes of it, from where the client is on."""
     try:
         async with generation:
+            if generation.admission is not None:
+                http[ADMISSION] = generation.admission
             answer = Answer(generation, _builder(state, tokenizer, generation))
             return await (answer.stream(http) if stream else answer.whole())
     except asyncio.CancelledError:
@@ -57,7 +59,7 @@ def _builder(state: GatewayState, tokenizer: Tokenizer, generation: Generation) 
 async def send_done(http: web.Request, rid: str) -> web.StreamResponse:
     """To a client that has all but the last line."""
     response = await _begun(http)
-    await _write(http, response, sse.done(sse.end_id(rid)))
+    await response.write(sse.done(sse.end_id(rid)))
     await response.write_eof()
     return response
 
@@ -86,13 +88,13 @@ class Answer:
                 deltas = await self._generation.next()
                 if deltas or self._generation.is_running:
                     response = response or await _begun(http)
-                    await _write(http, response, self._events(deltas) if deltas else sse.KEEP_ALIVE)
+                    await response.write(self._events(deltas) if deltas else sse.KEEP_ALIVE)
             response = response or await _begun(http)  # a client that comes back may have all but the ending
-            await _write(http, response, self._ending())
+            await response.write(self._ending())
         except ApiError as e:
             if response is None:
                 raise
-            await _write(http, response, sse.event(error_body(e)))
+            await response.write(sse.event(error_body(e)))
             response.force_close()
         await response.write_eof()
         return response
@@ -129,18 +131,3 @@ async def _begun(http: web.Request) -> web.StreamResponse:
     response = web.StreamResponse(headers=STREAM_HEADERS)
     await response.prepare(http)
     return response
-
-
-async def _write(http: web.Request, response: web.StreamResponse, data: bytes) -> None:
-    transport = http.transport
-    if transport is not None and len(data) < UNBOUNDED_WRITE_BYTES and not transport.get_write_buffer_size():
-        await response.write(data)  # cannot wait: what the client does not take at once fits the buffer
-        return
-    try:
-        async with asyncio.timeout(STALL_S):
-            await response.write(data)
-    except TimeoutError:
-        log.warning("%s: the client takes nothing any more and is cut", http[RID])
-        if transport is not None:
-            transport.abort()
-        raise ConnectionError("the client takes nothing any more") from None

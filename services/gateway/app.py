@@ -16,7 +16,7 @@ from services.gateway.pages import PageRoutes
 from services.gateway.state import GatewayState
 from services.gateway.streams import StreamRoutes
 
-REPEATABLE = (openapi.IDEMPOTENCY_KEY, openapi.RESUME, openapi.LAST_EVENT_ID)
+HEADERS = (openapi.REQUEST_TIMEOUT, openapi.IDEMPOTENCY_KEY, openapi.RESUME, openapi.LAST_EVENT_ID)
 
 
 def route_table(completions: CompletionRoutes, streams: StreamRoutes, pages: PageRoutes) -> list[Route]:
@@ -24,11 +24,11 @@ def route_table(completions: CompletionRoutes, streams: StreamRoutes, pages: Pag
     return [
         Route(
             "POST", "/v1/chat/completions", completions.chat, "chat", "Answers a conversation.", give.ChatCompletion,
-            body=ask.ChatCompletionRequest, events=give.ChatCompletionChunk, statuses=GENERATING, headers=REPEATABLE,
+            body=ask.ChatCompletionRequest, events=give.ChatCompletionChunk, statuses=GENERATING, headers=HEADERS,
         ),
         Route(
             "POST", "/v1/completions", completions.completions, "completions", "Continues prompts.", give.Completion,
-            body=ask.CompletionRequest, events=give.CompletionChunk, statuses=GENERATING, headers=REPEATABLE,
+            body=ask.CompletionRequest, events=give.CompletionChunk, statuses=GENERATING, headers=HEADERS,
         ),
         Route(
             "GET", "/v1/streams/{rid}", streams.get, "stream", "Goes on with an answer where its client left it.",

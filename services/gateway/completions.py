@@ -13,6 +13,7 @@ from aiohttp import web
 from services.gateway import answer, resuming
 from services.gateway.admitting import Repeated
 from services.gateway.auth import OWNER
+from services.gateway.deadlines import time_limits
 from services.gateway.generation import Caller, Generation
 from services.gateway.intake import Intake
 from services.gateway.middleware import CLIENT_ID, RID
@@ -43,9 +44,10 @@ class CompletionRoutes:
             request, prompts = await self.intake.generation(cls, body)
             caller = await self._caller(http, body, request)
         del body  # as large as it may be, and the answer may take long
+        limits = time_limits(self.state.settings, self.state.limits, http.headers, request.timeout)
         generation = Generation(
             self.state.inflight, self.state.metrics, self.intake.tokenizer, prompts, rid=http[RID], caller=caller,
-            timeout_s=self.state.settings.request_timeout_s, started=started,
+            time_limits=limits, started=started,
         )  # fmt: skip
         try:
             return await answer.send(http, self.state, self.intake.tokenizer, generation, stream=request.stream)

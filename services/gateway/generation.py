@@ -11,7 +11,7 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from services.gateway import resuming
+from services.gateway import deadlines, resuming
 from services.gateway.attaching import CANCELLED, TooManyAttachments
 from services.gateway.choice_stream import ChoiceStream, Delta
 from services.gateway.errors import ApiError
@@ -22,15 +22,16 @@ from services.gateway.preparation import PreparedPrompt
 from services.gateway.request_ids import prompt_rid
 from services.gateway.resuming import Places
 from services.gateway.tokenization import Tokenizer
-from shared.protocol import FinishReason, Outcome, ProtocolError, RequestSpec, TokenChunk, pack_ids
+from shared.protocol import FinishReason, Outcome, ProtocolError, RequestSpec, TimeLimits, TokenChunk, pack_ids
+from shared.scripts import Admission
 
 log = logging.getLogger(__name__)
 
 TICK_S = 15.0  # silence after which a client is shown that the connection lives
-TIMED_OUT = Outcome(reason="error", code="timeout", message="the request took too long")
 # Errors found behind the gateway that lie in the request; all others are the server's.
 STATUS_OF_CODE = {
-    "context_length_exceeded": 400, "timeout": 504, "cancelled": 410, "client_gone": 410, "gateway_gone": 410,
+    "context_length_exceeded": 400, "cancelled": 410, "client_gone": 410, "gateway_gone": 410, "timeout": 504,
+    "queue_timeout": 504, "first_token_timeout": 504, "inter_token_timeout": 504, "deadline_exceeded": 504,
 }  # fmt: skip
 
 
@@ -56,7 +57,7 @@ class Generation:
 
     def __init__(
         self, inflight: Inflight, metrics: GatewayMetrics, tokenizer: Tokenizer, prompts: Sequence[PreparedPrompt],
-        *, rid: str, caller: Caller, timeout_s: float, started: float, places: Places | None = None,
+        *, rid: str, caller: Caller, time_limits: TimeLimits, started: float, places: Places | None = None,
     ) -> None:  # fmt: skip
         """started: loop time at which the call came. places: where its client is, of a call that is taken up again."""
         self.rid = rid
@@ -74,14 +75,15 @@ class Generation:
         self._inflight = inflight
         self._metrics = metrics
         self._caller = caller
-        self._timeout_s = timeout_s
+        self._time_limits = time_limits
         self._wake = asyncio.Event()
         self._requests: list[tuple[int, OpenRequest]] = []  # with the number of its first choice
-        self._timers: list[asyncio.TimerHandle] = []
+        self._timers: deadlines.Timers | None = None
+        self._ticks: asyncio.TimerHandle | None = None
         self._outcome = CANCELLED  # of what still runs when this ends
         self._opened: list[tuple[int, Delta]] = []
         self._num_running = 0
-        self._timed_out = False
+        self._expired: Outcome | None = None
         self._silent = False
         self._started = started
         self._last_at = [0.0] * num_choices
@@ -99,8 +101,9 @@ class Generation:
             first += prompt.num_choices
         if open_prompts:
             await (self._attach if self._attaches else self._admit)(open_prompts)
-        loop = asyncio.get_running_loop()
-        self._timers = [loop.call_later(self._timeout_s, self._time_out), loop.call_later(TICK_S, self._tick, 0)]
+        requests = [request for _, request in self._requests]
+        self._timers = deadlines.Timers(self._time_limits, requests, self._expire, resumed=self._attaches)
+        self._tick(-1)
         return self
 
     async def __aexit__(self, _: object, error: BaseException | None, __: object) -> None:
@@ -111,7 +114,7 @@ class Generation:
             RequestSpec(
                 rid=prompt_rid(self.rid, number), num_choices=prompt.num_choices, num_prompt_tokens=len(prompt.ids),
                 salt=self._caller.salt, sampling=prompt.sampling, text=prompt.text, client_id=self._caller.client_id,
-                num_prompts=len(self.prompts),
+                num_prompts=len(self.prompts), time_limits=self._time_limits,
             )
             for number, _, prompt in open_prompts
         ]  # fmt: skip
@@ -147,8 +150,9 @@ class Generation:
             raise
 
     def _end(self, *, client_left: bool) -> None:
-        for timer in self._timers:
-            timer.cancel()
+        for timer in (self._timers, self._ticks):
+            if timer is not None:
+                timer.cancel()
         for _, request in self._requests:
             if self._is_moved:
                 self._inflight.forget(request)
@@ -185,9 +189,9 @@ class Generation:
                 raise next((e for e in self._failures if e.code != "cancelled"), self._failures[0])
             await self._wake.wait()
             self._wake.clear()
-            if self._timed_out:
-                self._outcome = TIMED_OUT
-                raise self._failure(TIMED_OUT)
+            if self._expired is not None:
+                self._outcome = self._expired
+                raise self._failure(self._expired)
             deltas: list[tuple[int, Delta]] = []
             for first, request in self._requests:
                 deltas += await self._take(first, request)
@@ -195,6 +199,11 @@ class Generation:
                 self._silent = False
                 return deltas
         return []
+
+    @property
+    def admission(self) -> Admission | None:
+        """What was said when the call was admitted here."""
+        return self._requests[0][1].admission if self._requests else None
 
     def cached_tokens(self) -> int:
         """Prompt tokens that were not computed: of a prompt's choices, only what none of them had to compute."""
@@ -273,8 +282,8 @@ class Generation:
         unsaid = "the request was cancelled" if outcome.reason == "cancelled" else "internal error"
         return ApiError(STATUS_OF_CODE.get(code, 500), outcome.message or unsaid, code=code)
 
-    def _time_out(self) -> None:
-        self._timed_out = True
+    def _expire(self, outcome: Outcome) -> None:
+        self._expired = self._expired or outcome
         self._wake.set()
 
     def _tick(self, num_seen: int) -> None:
@@ -283,4 +292,4 @@ class Generation:
         if num_tokens == num_seen:
             self._silent = True
             self._wake.set()
-        self._timers[1] = asyncio.get_running_loop().call_later(TICK_S, self._tick, num_tokens)
+        self._ticks = asyncio.get_running_loop().call_later(TICK_S, self._tick, num_tokens)

@@ -8,7 +8,9 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import resource
 import socket
+from dataclasses import dataclass
 from typing import Any
 
 import aiohttp.http_parser
@@ -24,7 +26,16 @@ LINGER_S = 2.0  # how long the rest of a refused body is read, so that the clien
 SEND_BUFFER_BYTES = 128 * 1024  # what the kernel holds for a client that does not read; left alone it takes megabytes
 MAX_HEADER_BYTES = 8190
 MAX_HEADERS = 100
+RESERVED_FILES = 32  # descriptors that are no client's
+MAX_FILES = 1 << 16
 SERVER_NAME = "headrace"
+_TOO_MANY_BODY = json.dumps(
+    error_body(ApiError(503, "too many connections are open", code="too_many_connections"))
+).encode()
+TOO_MANY = (
+    b"HTTP/1.1 503 Service Unavailable\r\nServer: headrace\r\nRetry-After: 1\r\nConnection: close\r\n"
+    b"Content-Type: application/json\r\nContent-Length: %d\r\n\r\n%b" % (len(_TOO_MANY_BODY), _TOO_MANY_BODY)
+)
 
 
 class UnsafeParser(Exception):
@@ -37,13 +48,80 @@ def check_parser() -> None:
         raise UnsafeParser("aiohttp has no HTTP parser in C here: unset AIOHTTP_NO_EXTENSIONS, or install its wheel")
 
 
+@dataclass(slots=True)
+class Guard:
+    """What all connections of a server share: their bounds, and how often these were met."""
+
+    send_timeout_s: float
+    max_connections: int
+    num_cut: int = 0
+    num_refused: int = 0
+
+
+def max_connections(asked: int) -> int:
+    """As many as the process' file descriptors allow, whose limit is raised as far as that is permitted; the rest is
+    for Redis and files. Without it a flood of connections would take the descriptor by which Redis is found again."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+        soft = wanted
+    files = MAX_FILES if soft == resource.RLIM_INFINITY else soft
+    allowed = max(1, files - max(RESERVED_FILES, files // 8))
+    return min(asked or allowed, allowed)
+
+
+class _Refused(asyncio.Protocol):
+    """One connection too many: an answer that needs nothing of the request, and the end."""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        transport.write(TOO_MANY)
+        transport.close()
+
+
 class _Connection(RequestHandler):
-    __slots__ = ()
+    """Cut when the client does not take what is buffered for it: after send_timeout_s with a full buffer, and by the
+    kernel when it has taken nothing at all for so long, which is also true of the rest of an answer."""
+
+    __slots__ = ("_cut_timer", "_guard")
+
+    def __init__(self, manager: web.Server, *, guard: Guard, **options: Any) -> None:
+        super().__init__(manager, **options)
+        self._guard = guard
+        self._cut_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         sock = transport.get_extra_info("socket")
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
+        if hasattr(socket, "TCP_USER_TIMEOUT"):
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(self._guard.send_timeout_s * 1000))
         super().connection_made(transport)
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        self._disarm()
+        if isinstance(exc, TimeoutError):  # by the kernel
+            self._guard.num_cut += 1
+        super().connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._cut_timer = self._loop.call_later(self._guard.send_timeout_s, self._cut)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._disarm()
+
+    def _disarm(self) -> None:
+        if self._cut_timer is not None:
+            self._cut_timer.cancel()
+            self._cut_timer = None
+
+    def _cut(self) -> None:
+        if self.transport is not None:
+            log.warning("a client that takes nothing any more is cut")
+            self._guard.num_cut += 1
+            self.transport.abort()
 
     def handle_error(
         self, request: web.BaseRequest, status: int = 500, exc: BaseException | None = None, message: str | None = None
@@ -66,27 +144,32 @@ class _Connection(RequestHandler):
 
 
 class _Server(web.Server):
-    def __init__(self, server: web.Server, **options: Any) -> None:
+    def __init__(self, server: web.Server, guard: Guard, **options: Any) -> None:
         super().__init__(
             server.request_handler, request_factory=server.request_factory, handler_cancellation=True, **options
         )
+        self._guard = guard
         self._options = options
 
-    def __call__(self) -> RequestHandler:
-        return _Connection(self, loop=self._loop, **self._options)
+    def __call__(self) -> Any:
+        if len(self.connections) >= self._guard.max_connections:
+            self._guard.num_refused += 1
+            return _Refused()
+        return _Connection(self, guard=self._guard, loop=self._loop, **self._options)
 
 
 class Runner(web.AppRunner):
     """Cancels a handler when its client is gone; does not decompress bodies; logs no line a request of its own."""
 
-    def __init__(self, app: web.Application, *, shutdown_timeout_s: float) -> None:
+    def __init__(self, app: web.Application, guard: Guard, *, shutdown_timeout_s: float) -> None:
         super().__init__(app, access_log=None, shutdown_timeout=shutdown_timeout_s)
+        self._guard = guard
 
     async def _make_server(self) -> web.Server:
         return _Server(
-            await super()._make_server(), access_log=None, auto_decompress=False, keepalive_timeout=KEEP_ALIVE_S,
-            lingering_time=LINGER_S, max_line_size=MAX_HEADER_BYTES, max_field_size=MAX_HEADER_BYTES,
-            max_headers=MAX_HEADERS,
+            await super()._make_server(), self._guard, access_log=None, auto_decompress=False,
+            keepalive_timeout=KEEP_ALIVE_S, lingering_time=LINGER_S, max_line_size=MAX_HEADER_BYTES,
+            max_field_size=MAX_HEADER_BYTES, max_headers=MAX_HEADERS,
         )  # fmt: skip
 
 

@@ -12,17 +12,23 @@ from collections.abc import Awaitable, Callable
 from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
-from services.gateway.admission import TryLater
+from services.gateway.admission import TryLater, rate_limit_headers
 from services.gateway.errors import ApiError, error_body
 from services.gateway.http_server import SERVER_NAME, json_response
 from services.gateway.metrics_defs import GatewayMetrics
+from shared.scripts import Admission
 
 log = logging.getLogger(__name__)
 
 MAX_CLIENT_ID_CHARS = 64
 RID: web.RequestKey[str] = web.RequestKey("rid", str)  # of the request, and of its record in Redis
+ADMISSION: web.RequestKey[Admission] = web.RequestKey("admission", Admission)
 CLIENT_ID: web.RequestKey[str] = web.RequestKey("client_id", str)
 
+EXPOSED_HEADERS = ", ".join(
+    ["X-Request-Id", "Retry-After"]
+    + [f"x-ratelimit-{of}-{what}" for of in ("limit", "remaining", "reset") for what in ("requests", "tokens")]
+)
 _HTTP_ERRORS = {
     404: ("there is no such path", "not_found"),
     405: ("the path does not allow this method", "method_not_allowed"),
@@ -41,6 +47,8 @@ def clean_client_id(text: str) -> str:
 
 def error_response(error: ApiError) -> web.Response:
     headers = {"Retry-After": str(error.retry_after_s)} if isinstance(error, TryLater) else {}
+    if isinstance(error, TryLater) and error.admission is not None:
+        headers |= rate_limit_headers(error.admission)
     if error.status == 401:
         headers["WWW-Authenticate"] = "Bearer"
     return json_response(error_body(error), error.status, headers)
@@ -106,7 +114,8 @@ def cross_origin(origins: tuple[str, ...]) -> Middleware:
         headers = {
             "Access-Control-Allow-Methods": "GET, POST, DELETE",
             "Access-Control-Allow-Headers": (
-                "Authorization, Content-Type, X-Request-Id, Idempotency-Key, Last-Event-ID, X-Headrace-Resume"
+                "Authorization, Content-Type, X-Request-Id, Idempotency-Key, Last-Event-ID, X-Headrace-Resume, "
+                "X-Request-Timeout"
             ),
             "Access-Control-Max-Age": "600",
         }
@@ -131,10 +140,12 @@ def head_of_answers(origins: tuple[str, ...]) -> Callable[[web.Request, web.Stre
         rid = request.get(RID)
         if rid is not None:
             response.headers["X-Request-Id"] = request[CLIENT_ID] or rid
+        if ADMISSION in request:
+            response.headers.update(rate_limit_headers(request[ADMISSION]))
         if origins:
             response.headers["Vary"] = "Origin"
         if origin := _allowed_origin(request, origins):
             response.headers["Access-Control-Allow-Origin"] = origin
-            response.headers["Access-Control-Expose-Headers"] = "X-Request-Id, Retry-After"
+            response.headers["Access-Control-Expose-Headers"] = EXPOSED_HEADERS
 
     return complete

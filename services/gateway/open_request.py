@@ -9,6 +9,7 @@ the log. Knows neither HTTP nor text.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import deque
 
 from services.gateway.kept import Kept
@@ -62,6 +63,7 @@ class OpenRequest:
         self._needed = [0] * num_choices  # what the log must reach, since it was announced
         self._arrived: deque[tuple[int, bool, bytes]] = deque()
         self.num_bytes = 0
+        self.heard_at = [0.0] * num_choices  # monotonic time of the last arrival of a choice; 0: nothing has come yet
         self.behind = False
         self.ended: Exception | None = None
         self.wake = wake
@@ -71,6 +73,7 @@ class OpenRequest:
         return [sequence_id(self.rid, choice) for choice in sorted(self.open_choices)]
 
     def arrive(self, choice: int, is_outcome: bool, data: bytes) -> None:
+        self.heard_at[choice] = time.monotonic()
         if self.behind:
             return  # the log has it
         self._arrived.append((choice, is_outcome, data))
@@ -169,6 +172,7 @@ class OpenRequest:
             self._require(choice, chunk.first + len(chunk.ids))
             return []
         self.positions[choice] += len(chunk.ids)
+        self.heard_at[choice] = self.heard_at[choice] or time.monotonic()
         self._num_chunks[choice] += 1
         if self.kept is not None:
             self.kept.taken(choice, chunk)

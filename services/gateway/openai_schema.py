@@ -23,6 +23,7 @@ MAX_BIASES = 300
 MAX_MESSAGES = 4096
 MAX_LOGPROBS = 20
 MAX_TOKENS = 1 << 24
+MAX_TIMEOUT_S = 86400
 
 
 def _integral(value: Any) -> Any:
@@ -31,6 +32,10 @@ def _integral(value: Any) -> Any:
 
 def _as_list(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
+
+
+def _as_total(value: Any) -> Any:
+    return {"total": value} if isinstance(value, int | float) and not isinstance(value, bool) else value
 
 
 def _or_empty(empty: Any, input_type: Any) -> BeforeValidator:
@@ -47,6 +52,7 @@ TokenIds = Annotated[list[TokenId], Field(max_length=MAX_STOP_IDS)]
 Bias = Annotated[float, Field(ge=-100, le=100)]
 Switch = Annotated[bool, _or_empty(False, bool)]
 SwitchedOn = Annotated[bool, _or_empty(True, bool)]
+Seconds = Annotated[float, Field(gt=0, le=MAX_TIMEOUT_S)]
 Label = Annotated[str, Field(max_length=1024)]
 Message = Annotated[dict[str, Any], WithJsonSchema(MESSAGE_SCHEMA)]
 Messages = Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
@@ -90,6 +96,16 @@ class Request(BaseModel):
         return documented
 
     model: Annotated[str, Field(max_length=256)] | None = None
+
+
+class Timeouts(BaseModel):
+    """Seconds from admission, but of inter_token; a client can only shorten what the server allows."""
+
+    model_config = ConfigDict(strict=True, extra="ignore", frozen=True, allow_inf_nan=False)
+    queue: Seconds | None = None
+    first_token: Seconds | None = None
+    inter_token: Seconds | None = None
+    total: Seconds | None = None
 
 
 class StreamOptions(BaseModel):
@@ -149,6 +165,9 @@ class GenerationRequest(Request):
     skip_special_tokens: SwitchedOn = True
     stream: Switch = False
     stream_options: StreamOptions | None = None
+    timeout: Annotated[
+        Timeouts | None, BeforeValidator(_as_total, json_schema_input_type=Seconds | Timeouts | None)
+    ] = None
     user: Label | None = None
     cache_salt: Annotated[str, Field(min_length=1, max_length=256)] | None = None
 

@@ -15,7 +15,7 @@ from aiohttp.typedefs import Handler
 from pydantic import BaseModel
 from pydantic.json_schema import GenerateJsonSchema, models_json_schema
 
-from services.gateway import resuming
+from services.gateway import deadlines, resuming
 from services.gateway.openai_schema import Request
 from services.gateway.response_schema import Error
 
@@ -67,6 +67,10 @@ class Header:
 RESUME = Header(
     resuming.RESUME, "seconds that generation goes on when the client has left", {"type": "string", "pattern": r"^\d+"}
 )
+REQUEST_TIMEOUT = Header(
+    deadlines.HEADER, "seconds after which the request is ended, as `timeout` in the body",
+    {"type": "string", "pattern": r"^[0-9]{1,6}(\.[0-9]{1,3})?$"},
+)  # fmt: skip
 IDEMPOTENCY_KEY = Header(
     resuming.IDEMPOTENCY_KEY, "calls with the same key and body have one answer",
     {"type": "string", "minLength": 1, "maxLength": resuming.MAX_KEY_CHARS},

@@ -20,7 +20,7 @@ from services.gateway.app import make_app
 from services.gateway.body import Bodies
 from services.gateway.completions import CompletionRoutes
 from services.gateway.fleet import Fleet
-from services.gateway.http_server import Runner
+from services.gateway.http_server import Guard, Runner, max_connections
 from services.gateway.inflight import Inflight
 from services.gateway.intake import Intake
 from services.gateway.metrics_defs import GatewayMetrics
@@ -34,8 +34,8 @@ from shared import metrics
 from shared.bus import LOST
 from shared.records import Records
 from shared.runtime import Stop, forever, run_until_stopped
-from shared.scripts import Scripts
-from shared.settings import CommonSettings, GatewaySettings
+from shared.scripts import KeyLimits, Scripts
+from shared.settings import CommonSettings, GatewaySettings, LimitSettings
 
 log = logging.getLogger(__name__)
 
@@ -51,21 +51,28 @@ class CannotListen(Exception):
 class GatewayService:
     """port is known once `run` has begun to listen (settings may ask for any free one)."""
 
-    def __init__(self, redis: Redis, tokenizer: Tokenizer, common: CommonSettings, own: GatewaySettings) -> None:
+    def __init__(
+        self, redis: Redis, tokenizer: Tokenizer, common: CommonSettings, own: GatewaySettings, limits: LimitSettings
+    ) -> None:
         self._redis = redis
         self._scripts = Scripts(redis, common.served_name)
         records = Records(redis, self._scripts.prefix)
         self._common = common
         self._own = own
+        self._limits = limits
         self.inflight = Inflight(
             redis, self._scripts, records, incarnation=common.incarnation, max_requests=own.max_queued_requests,
             max_tokens=own.max_queued_tokens, retention_ms=int(common.retention_s * 1000),
             volatile=common.volatile,
+            key_limits=KeyLimits(
+                limits.max_concurrency_per_key, limits.requests_per_minute_per_key, limits.tokens_per_minute_per_key
+            ),
         )  # fmt: skip
         self.fleet = Fleet(redis, records, self._scripts.prefix)
         self.bodies = Bodies(own.max_body_bytes)
         self.metrics = GatewayMetrics()
         self.intake = Intake(tokenizer, common.served_name, self.fleet, own.max_num_choices)
+        self.guard = Guard(limits.send_timeout_s, max_connections(limits.max_connections))
         self.listening = asyncio.Event()
         self.port = 0
 
@@ -73,13 +80,13 @@ class GatewayService:
         """Serves until stop; CannotListen when the address is not to be had."""
         secret = await self._secret()
         state = GatewayState(
-            self._own, self._common.served_name, secret, self.inflight, self.fleet, self.metrics, RequestIds(secret),
-            self.bodies,
+            self._own, self._limits, self._common.served_name, secret, self.inflight, self.fleet, self.metrics,
+            RequestIds(secret), self.bodies,
         )  # fmt: skip
         pages = PageRoutes(state, self.intake, self.render_metrics, int(time.time()))
         streams = StreamRoutes(state, self.intake.tokenizer)
         self.app = make_app(state, CompletionRoutes(state, self.intake, streams), streams, pages)
-        runner = Runner(self.app, shutdown_timeout_s=HANDLER_END_S)
+        runner = Runner(self.app, self.guard, shutdown_timeout_s=HANDLER_END_S)
         await runner.setup()
         try:
             await self.inflight.refresh()
@@ -162,6 +169,7 @@ class GatewayService:
 
     def _observe(self) -> None:
         self.metrics.open_requests.set(len(self.inflight.requests))
+        self.metrics.observe_connections(self.guard)
         self.metrics.observe_process()
 
     async def render_metrics(self) -> bytes:

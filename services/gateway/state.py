@@ -10,7 +10,7 @@ from services.gateway.fleet import Fleet
 from services.gateway.inflight import Inflight
 from services.gateway.metrics_defs import GatewayMetrics
 from services.gateway.request_ids import RequestIds
-from shared.settings import GatewaySettings
+from shared.settings import GatewaySettings, LimitSettings
 
 
 @dataclass(slots=True)
@@ -18,6 +18,7 @@ class GatewayState:
     """model: the name that clients use. secret: of the deployment, for salts. draining: no new work is taken."""
 
     settings: GatewaySettings
+    limits: LimitSettings
     model: str
     secret: bytes
     inflight: Inflight

@@ -102,7 +102,7 @@ class StreamRoutes:
             caller=Caller(
                 first.owner, first.spec.salt, first.spec.client_id, resume_ms=resume_ms, body_digest=first.body_digest
             ),
-            timeout_s=settings.request_timeout_s, started=asyncio.get_running_loop().time(),
+            time_limits=first.spec.time_limits, started=asyncio.get_running_loop().time(),
             places=places or (None,) * num_choices,
         )  # fmt: skip
         self.state.metrics.attached.inc()

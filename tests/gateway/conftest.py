@@ -18,7 +18,7 @@ from shared.bus import connect
 from shared.records import Records, RequestRecord
 from shared.runtime import Stop
 from shared.scripts import Scripts
-from shared.settings import SCRIPTED_MODEL, CommonSettings, GatewaySettings
+from shared.settings import SCRIPTED_MODEL, CommonSettings, GatewaySettings, LimitSettings
 from tests.gateway.fake_worker import FakeWorker
 
 MODEL = "tiny"
@@ -128,8 +128,9 @@ async def serve_with(redis_url: str, worker: FakeWorker) -> AsyncIterator[Callab
                 redis_url=redis_url, model=SCRIPTED_MODEL, served_model_name=MODEL,
                 drain_timeout_s=settings.pop("drain_timeout_s", 0),
             )  # fmt: skip
+            limiting = {name: settings.pop(name) for name in list(settings) if name in LimitSettings.model_fields}
             own = GatewaySettings.model_validate({"port": 0} | settings)
-            service = GatewayService(redis, byte_tokenizer.byte_tokenizer(), common, own)
+            service = GatewayService(redis, byte_tokenizer.byte_tokenizer(), common, own, LimitSettings(**limiting))
             session = await stack.enter_async_context(aiohttp.ClientSession())
             served = Served(service, worker, session)
             running = asyncio.ensure_future(service.run(served.stop))

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from services.gateway import answer, http_server
+from services.gateway import http_server
 from services.gateway.open_request import MAX_QUEUED_BYTES
 from shared.scripted_vocab import SCRIPT
 from shared.scripts import CommitCode
@@ -77,9 +77,9 @@ async def some_cancelled(served: Served, sids: list[str]) -> dict[str, bool]:
 
 
 async def test_a_client_that_stops_reading_is_cut_and_slows_nobody(
-    served: Served, monkeypatch: pytest.MonkeyPatch
+    serve_with: Callable[..., Awaitable[Served]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(answer, "STALL_S", 0.2)
+    served = await serve_with(send_timeout_s=0.2)
     monkeypatch.setattr(http_server, "SEND_BUFFER_BYTES", 1 << 14)
     served.worker.member = served.worker.member.model_copy(update={"max_model_len": 10**8, "num_blocks": 10**7})
     await served.worker.join()
@@ -99,6 +99,7 @@ async def test_a_client_that_stops_reading_is_cut_and_slows_nobody(
         num_sent += 1
         request = next((r for r in served.service.inflight.requests if r.rid in sids[slow]), None)
         assert request is None or request.num_bytes <= MAX_QUEUED_BYTES
+    assert served.service.guard.num_cut == 1
     assert num_sent > 5  # what the kernel's buffers take does not count as slow
     quick.close()
     slow.close()

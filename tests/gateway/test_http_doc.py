@@ -7,12 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from services.gateway import answer, body, chat_messages, generation, http_server, json_reader, openapi
+from services.gateway import body, chat_messages, generation, http_server, json_reader, openapi
 from services.gateway import openai_schema as schema
 from services.gateway.errors import TYPES
-from shared.settings import GatewaySettings
+from services.gateway.open_request import MAX_QUEUED_BYTES
+from shared.settings import GatewaySettings, LimitSettings
 
 TEXT = (Path(__file__).parents[2] / "docs" / "http.md").read_text()
+LIMIT = {name: field.default for name, field in LimitSettings.model_fields.items()}
 DEFAULT = {name: field.default for name, field in GatewaySettings.model_fields.items()}
 
 
@@ -31,7 +33,9 @@ DEFAULT = {name: field.default for name, field in GatewaySettings.model_fields.i
         ("the head of a request, and silence", [http_server.KEEP_ALIVE_S]),
         ("a body, from its head", [body.BODY_TIMEOUT_S]),
         ("an answer", [DEFAULT["request_timeout_s"]]),
-        ("a client that takes nothing", [answer.STALL_S]),
+        ("a client that does not take", [LIMIT["send_timeout_s"]]),
+        ("open connections", [http_server.RESERVED_FILES]),
+        ("what waits to be sent", [http_server.SEND_BUFFER_BYTES >> 10, MAX_QUEUED_BYTES >> 10]),
         ("silence in a stream", [generation.TICK_S]),
     ],
 )
@@ -39,6 +43,13 @@ def test_bounds_and_times(row: str, numbers: list[float]) -> None:
     [line] = [line for line in TEXT.splitlines() if line.startswith(f"| {row}")]
     for number in numbers:
         assert re.search(rf"\b{number:g}\b", line), (number, line)
+
+
+def test_every_code_of_a_deadline_is_explained() -> None:
+    late = {code for code, status in generation.STATUS_OF_CODE.items() if status == 504}
+    assert late == {
+        line.split("`")[1] for line in TEXT.splitlines() if "_timeout` |" in line or "`timeout` |" in line
+    } | {"deadline_exceeded"}
 
 
 def test_every_status_is_explained() -> None:

@@ -21,7 +21,7 @@ from services.gateway.open_request import Event, OpenRequest
 from services.gateway.preparation import PreparedPrompt
 from services.gateway.resuming import Places
 from services.gateway.state import GatewayState
-from shared.protocol import Outcome, RequestSpec, SamplingParams, TextParams, TokenChunk
+from shared.protocol import Outcome, RequestSpec, SamplingParams, TextParams, TimeLimits, TokenChunk
 from tests.gateway.tiny_tokenizers import tiny_tokenizer
 
 PIECES = [b"a", b"b", b" c", b"ab", b"\n", "é".encode(), b"\xf0\x9f", b"\xa6", b"\x8a", b"\xff", b"", b"<"]
@@ -97,8 +97,8 @@ async def answered(call: Call, sizes: Sequence[int], places: Places | None = Non
     """The events that are sent, by id and data."""
     inflight = cast(Inflight, ToldInflight(call, call.batches(sizes)))
     generation = Generation(
-        inflight, METRICS, TOKENIZER, call.prompts, rid="r", caller=Caller("o", bytes(32)), timeout_s=60, started=0,
-        places=places,
+        inflight, METRICS, TOKENIZER, call.prompts, rid="r", caller=Caller("o", bytes(32)),
+        time_limits=TimeLimits(), started=0, places=places,
     )  # fmt: skip
     sent = b""
     async with generation:
