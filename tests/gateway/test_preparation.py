@@ -265,6 +265,7 @@ def test_text_parameters() -> None:
         "stream": True,
         "include_usage": True,
         "created": 1721995200,
+        "system_fingerprint": "",
     }
 
 
