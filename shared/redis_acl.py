@@ -57,7 +57,7 @@ USERS = (
         ("lease:*", "cache:*", "inbox:*", "metrics:store:*"),
     ),
     User(
-        "worker", (*LIFE, "commit", "finish", "requeue", "send"),
+        "worker", (*LIFE, "amend", "commit", "finish", "requeue", "send"),
         (*RECORDS, "info", "xread", "del", "set"),
         ("lease:worker:*", "plan:*", "inbox:*", "cache:*", "metrics:worker:*"),
     ),

@@ -11,6 +11,8 @@ import contextlib
 import logging
 from collections.abc import Collection
 
+from redis.exceptions import RedisError
+
 from services.gpu_worker.commits import Place
 from services.gpu_worker.failures import WorkerFailure
 from services.gpu_worker.pacing import Pacer
@@ -82,8 +84,10 @@ class WorkerLoops:
 
     async def _announce_drain(self, timeout_s: float) -> None:
         if timeout_s > 0:
-            with contextlib.suppress(*LOST):
+            try:
                 await self._service.drain()
+            except (*LOST, RedisError) as e:
+                log.warning("nobody hears that this worker takes no more (%s)", str(e) or type(e).__name__)
 
     async def _part(self, blamed: Collection[Place]) -> None:
         """Of a failure: in order if it is known whom it happened to; else dead to others at once, as if killed."""
