@@ -1,5 +1,8 @@
 """Characters come out when they are whole, and all pieces joined are the one-shot decoding."""
 
+import itertools
+from collections.abc import Iterator
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -56,3 +59,23 @@ def test_flush_shows_a_truncated_character_once() -> None:
     assert [detokenizer.push(i) for i in range(3)] == ["", "", ""]
     assert detokenizer.flush() == "\ufffd"
     assert detokenizer.flush() == ""
+
+
+def splits(data: bytes) -> Iterator[list[bytes]]:
+    """Every way to cut the bytes into tokens."""
+    for cuts in itertools.product((False, True), repeat=len(data) - 1):
+        edges = [0, *(i for i, cut in enumerate(cuts, 1) if cut), len(data)]
+        yield [data[a:b] for a, b in itertools.pairwise(edges)]
+
+
+@pytest.mark.parametrize("text", ["a🦊b", "é漢", "🦊🙂", "\U0010ffff"])
+def test_every_way_to_cut_characters_into_tokens_and_to_end_inside_one(text: str) -> None:
+    for pieces in splits(text.encode()):
+        tokenizer = tiny_tokenizer(pieces)
+        for end in range(len(pieces) + 1):
+            detokenizer = Detokenizer(tokenizer)
+            shown = [detokenizer.push(i) for i in range(end)]
+            assert "\ufffd" not in "".join(shown), "every byte so far may still become a character"
+            data = b"".join(pieces[:end])
+            assert text.startswith("".join(shown))
+            assert "".join(shown) + detokenizer.flush() == data.decode("utf-8", "replace")
