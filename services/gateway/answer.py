@@ -73,7 +73,7 @@ class Answer:
         self._places = list(generation.places)  # None: the client has nothing of the choice
 
     async def whole(self) -> web.Response:
-        results = [ChoiceResult() for _ in self._generation.choices]
+        results = [ChoiceResult(self._builder) for _ in self._generation.choices]
         while self._generation.is_running:
             for index, delta in await self._generation.next():
                 results[index].add([delta])

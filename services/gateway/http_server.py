@@ -174,7 +174,11 @@ class Runner(web.AppRunner):
 
 
 def json_response(body: Any, status: int = 200, headers: dict[str, str] | None = None) -> web.Response:
-    data = json.dumps(body, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
+    """body: a value, or bytes that are JSON already."""
+    if isinstance(body, bytes):
+        data = body
+    else:
+        data = json.dumps(body, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
     return web.Response(
         body=data, status=status, content_type="application/json", headers={"Server": SERVER_NAME} | (headers or {})
     )

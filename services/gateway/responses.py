@@ -6,6 +6,7 @@ reason; then, if asked for, one chunk with usage and no choices. Knows nothing o
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -16,6 +17,8 @@ from services.gateway.tokenization import Tokenizer
 LOGPROB_FLOOR = -9999.0  # JSON has no infinity; vLLM's and OpenAI's value for "impossible"
 
 Json = dict[str, Any]
+
+_encoder = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
 
 
 def usage(num_prompt_tokens: int, num_completion_tokens: int, cached_tokens: int) -> Json:
@@ -30,16 +33,21 @@ def usage(num_prompt_tokens: int, num_completion_tokens: int, cached_tokens: int
 
 @dataclass(slots=True)
 class ChoiceResult:
-    """A choice's deltas put together, for an answer that is not streamed."""
+    """A choice's deltas put together, for an answer that is not streamed.
 
+    Log-probabilities are kept as the JSON that they become: as objects they take ten times the memory, and writing
+    thousands of them at the end would take seconds in which nobody else is served.
+    """
+
+    builder: ResponseBuilder
     texts: list[str] = field(default_factory=list)
-    logprobs: list[TokenLogprob] = field(default_factory=list)
+    logprobs: list[bytes] = field(default_factory=list)
     finish_reason: str | None = None
 
     def add(self, deltas: Iterable[Delta]) -> None:
         for delta in deltas:
             self.texts.append(delta.text)
-            self.logprobs.extend(delta.logprobs)
+            self.logprobs += self.builder.written(delta.logprobs)
             self.finish_reason = delta.finish_reason
 
 
@@ -90,19 +98,40 @@ class ResponseBuilder:
     def usage_chunk(self, usage: Json) -> Json:
         return {**self._chunk, "choices": [], "usage": usage}
 
-    def whole(self, choices: Sequence[ChoiceResult], usage: Json) -> Json:
+    def whole(self, choices: Sequence[ChoiceResult], usage: Json) -> bytes:
         """The body of an answer that is not streamed."""
-        return {**self._whole, "choices": [self._choice(i, c) for i, c in enumerate(choices)], "usage": usage}
+        written = b",".join([self._choice(i, c) for i, c in enumerate(choices)])
+        return _fields(self._whole) + b',"choices":[' + written + b'],"usage":' + _encode(usage) + b"}"
+
+    def written(self, entries: Sequence[TokenLogprob]) -> list[bytes]:
+        """Log-probabilities as they stand in `whole`: an object each for chat, a value in each of four lists else."""
+        if not self._with_logprobs:
+            return []
+        if self._chat:
+            return [_encode(self._chat_entry(entry)) for entry in entries]
+        lists = self._logprobs(entries).values()
+        return [_encode(value) for row in zip(*lists, strict=True) for value in row]
 
     def _with_choice(self, index: int, content: Json, logprobs: Json | None, finish_reason: str | None) -> Json:
         choice = {"index": index, **content, "logprobs": logprobs, "finish_reason": finish_reason}
         return {**self._chunk, "choices": [choice]}
 
-    def _choice(self, index: int, result: ChoiceResult) -> Json:
+    def _choice(self, index: int, result: ChoiceResult) -> bytes:
         text = "".join(result.texts)
         content: Json = {"message": {"role": "assistant", "content": text}} if self._chat else {"text": text}
-        logprobs = self._logprobs(result.logprobs) if self._with_logprobs else None
-        return {"index": index, **content, "logprobs": logprobs, "finish_reason": result.finish_reason}
+        head, finish = _fields({"index": index, **content}), _encode(result.finish_reason)
+        return head + b',"logprobs":' + self._written_whole(result.logprobs) + b',"finish_reason":' + finish + b"}"
+
+    def _written_whole(self, logprobs: list[bytes]) -> bytes:
+        if not self._with_logprobs:
+            return b"null"
+        if self._chat:
+            return b'{"content":[' + b",".join(logprobs) + b"]}"
+        names = list(self._logprobs(()))
+        lists = [
+            b'"%s":[' % name.encode() + b",".join(logprobs[i :: len(names)]) + b"]" for i, name in enumerate(names)
+        ]
+        return b"{" + b",".join(lists) + b"}"
 
     def _logprobs(self, entries: Sequence[TokenLogprob]) -> Json:
         if self._chat:
@@ -131,6 +160,15 @@ class ResponseBuilder:
         for token_id, logprob in (*entry.top, (entry.token_id, entry.logprob)):
             best.setdefault(self._tokenizer.token_text(token_id), _clamped(logprob))
         return best
+
+
+def _encode(value: Any) -> bytes:
+    return _encoder.encode(value).encode()
+
+
+def _fields(value: Json) -> bytes:
+    """An object that is not closed yet."""
+    return _encode(value)[:-1]
 
 
 def _clamped(logprob: float) -> float:

@@ -67,18 +67,45 @@ def test_completion_chunks_have_no_opening() -> None:
     assert c["choices"] == [{"index": 2, "text": " there", "logprobs": None, "finish_reason": "stop"}]
 
 
-def test_whole_answers_equal_the_stream() -> None:
-    result = ChoiceResult()
+def read(data: bytes) -> Any:
+    return strictly(json.loads(data))
+
+
+def put_together(builder: ResponseBuilder) -> ChoiceResult:
+    result = ChoiceResult(builder)
     for delta in DELTAS:
         result.add([delta])
-    chat = strictly(builder("chat", with_logprobs=True).whole([result, result], usage(1, 8, 0)))
+    return result
+
+
+def test_whole_answers_equal_the_stream() -> None:
+    b = builder("chat", with_logprobs=True)
+    chat = read(b.whole([put_together(b), put_together(b)], usage(1, 8, 0)))
     ChatCompletion.model_validate(chat)
     assert [c["index"] for c in chat["choices"]] == [0, 1] and chat["usage"]["total_tokens"] == 9
     assert chat["choices"][0]["message"] == {"role": "assistant", "content": "Hi there"}
-    assert chat["choices"][1]["finish_reason"] == "stop" and len(chat["choices"][0]["logprobs"]["content"]) == 2
-    plain = strictly(builder("completions").whole([result], usage(1, 4, 0)))
+    assert chat["choices"][1]["finish_reason"] == "stop"
+    b = builder("completions")
+    plain = read(b.whole([put_together(b)], usage(1, 4, 0)))
     Completion.model_validate(plain)
     assert plain["choices"] == [{"index": 0, "text": "Hi there", "logprobs": None, "finish_reason": "stop"}]
+
+
+@pytest.mark.parametrize("api", ["chat", "completions"])
+@pytest.mark.parametrize("deltas", [DELTAS, [], DELTAS[2:]])
+def test_log_probabilities_are_those_of_the_stream(api: str, deltas: list[Delta]) -> None:
+    b = builder(api, with_logprobs=True)
+    result = ChoiceResult(b)
+    result.add(deltas)
+    whole = read(b.whole([result], usage(1, 4, 0)))["choices"][0]["logprobs"]
+    expected: dict[str, list[Any]] = {name: [] for name in whole}
+    for delta in deltas:
+        streamed = strictly(b.chunk(0, delta))["choices"][0]["logprobs"] or {}
+        for name, values in streamed.items():
+            expected[name] += values
+    assert whole == expected
+    names = ["content"] if api == "chat" else ["tokens", "token_logprobs", "top_logprobs", "text_offset"]
+    assert list(whole) == names
 
 
 def test_case_14_log_probabilities_are_finite() -> None:
