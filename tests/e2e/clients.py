@@ -14,6 +14,8 @@ from typing import Any, TypeVar
 
 import aiohttp
 
+from tests.safe_errors import check_safe
+
 Json = dict[str, Any]
 T = TypeVar("T")
 
@@ -134,6 +136,8 @@ class Client:
                     await read_events(response, answer, on_event)
                 else:
                     take_whole(answer, await response.json())
+                if answer.error is not None:
+                    check_safe(answer.error)
         except (aiohttp.ClientError, ConnectionError, TimeoutError) as e:
             answer.broken = type(e).__name__
         return answer
@@ -150,6 +154,8 @@ class Client:
                     await read_events(response, answer, on_event)
                 else:
                     take_whole(answer, await response.json())
+                if answer.error is not None:
+                    check_safe(answer.error)
         except (aiohttp.ClientError, ConnectionError, TimeoutError) as e:
             answer.broken = type(e).__name__
         return answer
@@ -179,11 +185,17 @@ class Client:
 
     async def get(self, path: str, **options: Any) -> tuple[int, Any]:
         async with self.session.get(self.url + path, **options) as response:
-            return response.status, await response.json(content_type=None)
+            body = await response.json(content_type=None)
+            if response.status >= 400:
+                check_safe(body)
+            return response.status, body
 
     async def post(self, path: str, **options: Any) -> tuple[int, Any]:
         async with self.session.post(self.url + path, **options) as response:
-            return response.status, await response.json(content_type=None)
+            body = await response.json(content_type=None)
+            if response.status >= 400:
+                check_safe(body)
+            return response.status, body
 
 
 Connect = Callable[..., Client]  # the fixture `connect`

@@ -112,6 +112,18 @@ async def test_it_serves_and_stops_in_order(
     assert not ERROR.search(serving.text), serving.text
 
 
+async def test_only_the_gateway_listens_and_only_on_loopback(serve: Callable[..., Serving]) -> None:
+    serving = serve("--workers", "2")
+    await serving.ready()
+    listening = set()
+    for process in (psutil.Process(serving.process.pid), *psutil.Process(serving.process.pid).children(recursive=True)):
+        found = process.net_connections("inet")
+        listening |= {c.laddr for c in found if c.status == psutil.CONN_LISTEN or c.type == socket.SOCK_DGRAM}
+    assert {tuple(address) for address in listening} == {("127.0.0.1", serving.port)}
+    door = serving.output.parent / "state" / "redis.sock"
+    assert door.stat().st_mode & 0o077 == 0 and door.parent.stat().st_mode & 0o077 == 0
+
+
 def curl_line(text: str) -> str:
     """The one that the banner shows, for a second: the scripted engine would go on until its context is full."""
     line = next(line for line in text.splitlines() if "curl -N" in line)

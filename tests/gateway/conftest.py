@@ -20,6 +20,7 @@ from shared.runtime import Stop
 from shared.scripts import Scripts
 from shared.settings import SCRIPTED_MODEL, CommonSettings, GatewaySettings, LimitSettings
 from tests.gateway.fake_worker import FakeWorker
+from tests.safe_errors import check_safe
 
 MODEL = "tiny"
 
@@ -109,11 +110,17 @@ class Served:
 
     async def post(self, path: str, body: Any, **options: Any) -> tuple[int, Any, aiohttp.ClientResponse]:
         async with self.session.post(self.url + path, json=body, **options) as response:
-            return response.status, await response.json(content_type=None), response
+            answer = await response.json(content_type=None)
+            if response.status >= 400:
+                check_safe(answer)
+            return response.status, answer, response
 
     async def get(self, path: str, **options: Any) -> tuple[int, Any, aiohttp.ClientResponse]:
         async with self.session.get(self.url + path, **options) as response:
-            return response.status, await response.json(content_type=None), response
+            answer = await response.json(content_type=None)
+            if response.status >= 400:
+                check_safe(answer)
+            return response.status, answer, response
 
 
 @pytest.fixture
