@@ -10,6 +10,7 @@ from __future__ import annotations
 import mmap
 import struct
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -193,6 +194,10 @@ def _tensor_table(cursor: _Cursor, num_tensors: int, alignment: int) -> dict[str
                 f"tensor {name!r}: {t.num_bytes} bytes at {offset} reach past the end of the file ({cursor.file_size})"
             )
         tensors[name] = GGUFTensor(name, t.shape, t.type, offset, t.num_bytes)
+    in_order = sorted(tensors.values(), key=lambda t: t.offset_bytes)
+    for one, other in pairwise(in_order):
+        if one.offset_bytes + one.num_bytes > other.offset_bytes:
+            raise GGUFError(f"tensor {other.name!r} begins within {one.name!r}")
     return tensors
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import shutil
@@ -10,6 +11,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from kernels.matmul_dense import matmul_dense
@@ -246,6 +249,53 @@ def test_damaged_files_are_named(tmp_path: Path, name: str, data: bytes, message
     (tmp_path / name).write_bytes(data)
     with pytest.raises(WeightsError, match=message):
         load(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def small_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("small")
+    save("llama", folder, **SMALL)
+    return folder
+
+
+HEADERS: list[Any] = [
+    {"shape": [1 << 62, 1 << 62], "data_offsets": [0, 4]}, {"shape": [-1, 4], "data_offsets": [0, 16]},
+    {"shape": [4], "data_offsets": [0, 1 << 62]}, {"shape": [4], "data_offsets": [16, 0]},
+    {"shape": [4], "data_offsets": [8, 24]}, {"shape": [0, 4], "data_offsets": [0, 0]}, {"shape": [4]},
+    {"shape": [4], "data_offsets": [0, 16], "dtype": "F99"}, {"shape": "x", "data_offsets": [0, 16]}, [], 7,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("fields", HEADERS, ids=str)
+def test_a_safetensors_header_that_lies_is_refused(tmp_path: Path, small_folder: Path, fields: Any) -> None:
+    shutil.copytree(small_folder, tmp_path / "m")
+    tensor = {"dtype": "F32"} | fields if isinstance(fields, dict) else fields
+    header = json.dumps({"model.norm.weight": tensor}).encode()
+    (tmp_path / "m" / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + b"\0" * 16)
+    with pytest.raises(WeightsError):
+        load(tmp_path / "m")
+
+
+@pytest.mark.parametrize("size", [0, 1, 99, 1 << 31, 1 << 63, (1 << 64) - 1])
+def test_a_safetensors_header_is_no_longer_than_its_file(tmp_path: Path, small_folder: Path, size: int) -> None:
+    shutil.copytree(small_folder, tmp_path / "m")
+    (tmp_path / "m" / "model.safetensors").write_bytes(size.to_bytes(8, "little") + b"{}" + b" " * 50)
+    with pytest.raises(WeightsError):
+        load(tmp_path / "m")
+
+
+@given(at=st.integers(0, 600), value=st.integers(0, 255), cut=st.integers(0, 50))
+@settings(max_examples=40)
+def test_no_damage_of_a_safetensors_file_raises_anything_else(
+    tmp_path_factory: pytest.TempPathFactory, small_folder: Path, at: int, value: int, cut: int
+) -> None:
+    folder = tmp_path_factory.mktemp("damaged")
+    (folder / "config.json").write_bytes((small_folder / "config.json").read_bytes())
+    data = bytearray((small_folder / "model.safetensors").read_bytes())
+    data[at % len(data)] = value
+    (folder / "model.safetensors").write_bytes(bytes(data[: len(data) - cut]))
+    with contextlib.suppress(WeightsError):
+        load(folder)
 
 
 def test_missing_files_are_named(tmp_path: Path) -> None:
