@@ -13,10 +13,11 @@ from collections.abc import Iterable
 from typing import Any
 
 import msgpack
-from prometheus_client import CollectorRegistry
+from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import Metric
 from prometheus_client.exposition import generate_latest
 
+from shared import loop_watch
 from shared.bus import CannotWrite
 
 log = logging.getLogger(__name__)
@@ -24,6 +25,28 @@ log = logging.getLogger(__name__)
 SNAPSHOT_TTL_MS = 15_000
 PUBLISH_EVERY_S = 2.0
 MAX_SNAPSHOT_BYTES = 1 << 20
+LAG_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
+
+
+class LoopMetrics:
+    """How long the event loop was not free, on a service's registry."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._lag_s = Histogram(
+            "headrace_event_loop_lag_seconds", "Longest turn of the event loop between two looks", buckets=LAG_SECONDS,
+            registry=registry,
+        )  # fmt: skip
+        self._stalls = Counter(
+            "headrace_event_loop_stalls", "Turns whose stack was logged, since they took too long", registry=registry
+        )
+        self._num_seen = 0
+
+    def observe(self) -> None:
+        """To be called now and then, in the loop."""
+        lag_s, num_stalls = loop_watch.lag_s()
+        self._lag_s.observe(lag_s)
+        self._stalls.inc(num_stalls - self._num_seen)
+        self._num_seen = num_stalls
 
 
 def snapshot(registry: CollectorRegistry) -> bytes:

@@ -17,6 +17,7 @@ from typing import Any
 from redis.asyncio import Redis
 
 from shared.bus import LOST, backoff, check_keeps, wait_for_redis
+from shared.loop_watch import WatchedLoop
 
 log = logging.getLogger(__name__)
 
@@ -159,4 +160,5 @@ def main(service: Callable[[Stop], Coroutine[Any, Any, int]]) -> int:
             loop.add_signal_handler(sig, stop.set)
         return await service(stop)
 
-    return asyncio.run(wired())
+    with asyncio.Runner(loop_factory=WatchedLoop) as runner:
+        return runner.run(wired())

@@ -8,11 +8,13 @@ from dataclasses import asdict
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
 from services.cache_store.store_core import StoreCore
+from shared.metrics import LoopMetrics
 
 
 class StoreMetrics:
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
+        self._loop = LoopMetrics(self.registry)
         self._pools = Gauge("headrace_pools_leased", "Pools whose blocks this store owns", registry=self.registry)
         self._blocks = Gauge("headrace_kv_blocks", "Blocks of its pools", ["state"], registry=self.registry)
         self._events = Counter(
@@ -24,6 +26,7 @@ class StoreMetrics:
         self._cpu_seen = 0.0
 
     def observe(self, core: StoreCore) -> None:
+        self._loop.observe()
         managers = {worker: pool.manager for worker, pool in core.pools.items()}
         self._pools.set(len(managers))
         total, free = sum(m.num_blocks for m in managers.values()), sum(m.num_free for m in managers.values())

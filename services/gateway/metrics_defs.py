@@ -8,6 +8,7 @@ from collections import Counter as Counts
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from services.gateway.http_server import Guard
+from shared.metrics import LoopMetrics
 
 SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 TOKEN_SECONDS = (0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1, 2.5, 5)
@@ -43,7 +44,7 @@ class GatewayMetrics:
         self.end_to_end_s = histogram("headrace_e2e_request_latency_seconds", "From request to last token", SECONDS)
         self.prompt_length = histogram("headrace_request_prompt_tokens", "Prompt tokens of a request", TOKENS)
         self.open_requests = Gauge("headrace_open_requests", "Requests being answered", registry=registry)
-        self.loop_lag_s = Gauge("headrace_event_loop_lag_seconds", "How late the event loop was", registry=registry)
+        self._loop = LoopMetrics(registry)
         self._connections = {
             name: Counter(f"headrace_{name}", text, registry=registry)
             for name, text in (
@@ -62,6 +63,7 @@ class GatewayMetrics:
             self._seen[name] = total
 
     def observe_process(self) -> None:
+        self._loop.observe()
         cpu = time.process_time()
         self._cpu.inc(cpu - self._cpu_seen)
         self._cpu_seen = cpu

@@ -39,7 +39,6 @@ from shared.settings import CommonSettings, GatewaySettings, LimitSettings
 
 log = logging.getLogger(__name__)
 
-LOOK_S = 1.0  # between two looks at the event loop's lag
 LEAVE_TIMEOUT_S = 3.0
 HANDLER_END_S = 0.2  # for handlers to end once they are cancelled
 
@@ -154,13 +153,8 @@ class GatewayService:
     # --- metrics -----------------------------------------------------------------------------------------------------
 
     async def _watch(self) -> None:
-        """Looks at the event loop's lag, and publishes the metrics now and then."""
-        lag_s = 0.0
-        for _ in range(round(metrics.PUBLISH_EVERY_S / LOOK_S)):
-            due = time.monotonic() + LOOK_S
-            await asyncio.sleep(LOOK_S)
-            lag_s = max(lag_s, time.monotonic() - due)
-        self.metrics.loop_lag_s.set(lag_s)
+        """Publishes the metrics now and then."""
+        await asyncio.sleep(metrics.PUBLISH_EVERY_S)
         self._observe()
         publishing = metrics.publish(
             self._redis, self._scripts.prefix, "gateway", self.inflight.incarnation, self.metrics.registry

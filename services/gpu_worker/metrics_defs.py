@@ -7,6 +7,7 @@ import time
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from services.gpu_worker.engine_thread import EngineLoop
+from shared.metrics import LoopMetrics
 
 SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
 
@@ -14,6 +15,7 @@ SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.
 class WorkerMetrics:
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
+        self._loop = LoopMetrics(self.registry)
         self.step_seconds = self._histogram("headrace_step_seconds", "Duration of the engine's steps")
         self.commit_seconds = self._histogram("headrace_commit_seconds", "Round trips of commits")
         self._running = Gauge("headrace_num_sequences_running", "Sequences that it runs", registry=self.registry)
@@ -40,6 +42,7 @@ class WorkerMetrics:
         return Histogram(name, text, buckets=SECONDS, registry=self.registry)
 
     def observe(self, loop: EngineLoop) -> None:
+        self._loop.observe()
         with loop.lock:
             running = loop.running
             counts = dict(running.counts)

@@ -7,6 +7,7 @@ import time
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from services.scheduler.core import SchedulerCore
+from shared.metrics import LoopMetrics
 
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 
@@ -14,6 +15,7 @@ SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120,
 class SchedulerMetrics:
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
+        self._loop = LoopMetrics(self.registry)
         self._waiting = self._gauge("headrace_num_requests_waiting", "Sequences in the queue of this scheduler")
         self._running = self._gauge("headrace_num_requests_running", "Sequences placed on the workers it leases")
         self._workers = self._gauge("headrace_workers_leased", "Workers it leases")
@@ -37,6 +39,7 @@ class SchedulerMetrics:
         return Gauge(name, text, registry=self.registry)
 
     def observe(self, core: SchedulerCore) -> None:
+        self._loop.observe()
         views = core.workers.values()
         self._waiting.set(len(core.queue))
         self._running.set(sum(len(v.running) for v in views))
