@@ -72,6 +72,17 @@ UNLIMITED = KeyLimits()
 
 
 @dataclass(frozen=True, slots=True)
+class Repeat:
+    """By what a call is known to be the same as an earlier one; key empty: by nothing."""
+
+    key: str = ""
+    body_digest: str = ""
+
+
+NO_REPEAT = Repeat()
+
+
+@dataclass(frozen=True, slots=True)
 class Admission:
     """status: ok, exists (both: accepted), full_requests, full_tokens (the queue), key_open, key_requests, key_tokens
     (the key's limits). number: what the status is about; of ok the sequences that are queued now."""
@@ -84,6 +95,7 @@ class Admission:
     requests_reset_ms: int = 0  # until all of it is left
     tokens_left: int = 0
     tokens_reset_ms: int = 0
+    rid: str = ""  # of the call that was admitted: where it exists, maybe another's with this repeat key
     key_limits: KeyLimits = UNLIMITED  # that were asked about
 
     @property
@@ -145,22 +157,22 @@ class Scripts:
     async def admit(
         self, requests: Sequence[tuple[RequestSpec, bytes]], *, gateway: str, owner: str, priority: int,
         max_requests: int, max_tokens: int, retention_ms: int, key_limits: KeyLimits = UNLIMITED, resume_ms: int = 0,
-        body_digest: str = "",
+        repeat: Repeat = NO_REPEAT,
     ) -> Admission:  # fmt: skip
         """requests: those of one call with their packed prompts; all are admitted, or none. The time limits are the
         first one's. owner: the API key's id, to which the key limits apply. resume_ms: how long they go on when their
-        client has left. body_digest: of the call, where others with the same rid may follow.
+        client has left. repeat: by what others that repeat the call find it.
         """
         limits = requests[0][0].time_limits
-        fields: dict[str, Arg] = {"retention_ms": retention_ms, "body_digest": body_digest}
+        fields: dict[str, Arg] = {"retention_ms": retention_ms, "body_digest": repeat.body_digest}
         args: list[Arg] = [max_requests, max_tokens, gateway, priority, resume_ms, owner]
         args += [key_limits.concurrency, key_limits.requests_per_minute, key_limits.tokens_per_minute]
-        args += [limits.queue_ms, limits.first_token_ms, limits.total_ms, len(fields)]
+        args += [limits.queue_ms, limits.first_token_ms, limits.total_ms, repeat.key, len(fields)]
         args += [arg for field in fields.items() for arg in field]
         for spec, prompt in requests:
             args += (spec.rid, spec.num_choices, spec.num_prompt_tokens, prompt, encode(spec))
-        status, *numbers = await self._run("admit", *args)
-        return replace(Admission(status.decode(), *numbers), key_limits=key_limits)
+        status, *numbers, rid = await self._run("admit", *args)
+        return replace(Admission(status.decode(), *numbers), rid=rid.decode(), key_limits=key_limits)
 
     async def assign(self, sid: str, epoch: int, worker: str, term: int, admit: bytes) -> str:
         """ok | stale (not queued at that epoch) | fenced (term is not current) | gone (the worker reads no more)."""
@@ -208,11 +220,11 @@ class Scripts:
 
     async def restore(
         self, spec: RequestSpec, prompt: bytes, choices: Sequence[RestoredChoice], *, gateway: str, attach: int,
-        owner: str, resume_ms: int, retention_ms: int, body_digest: str,
+        owner: str, resume_ms: int, retention_ms: int, repeat: Repeat,
     ) -> bool:  # fmt: skip
         """Puts back a request that Redis has forgotten, as its gateway has it; False if it is there."""
-        args: list[Arg] = [spec.rid, gateway, attach, owner, resume_ms, retention_ms, body_digest]
-        args += [spec.time_limits.total_ms, spec.num_prompt_tokens, prompt, encode(spec), len(choices)]
+        args: list[Arg] = [spec.rid, gateway, attach, owner, resume_ms, retention_ms, repeat.body_digest]
+        args += [spec.time_limits.total_ms, spec.num_prompt_tokens, prompt, encode(spec), len(choices), repeat.key]
         for choice in choices:
             outcome = encode(choice.outcome) if choice.outcome is not None else b""
             args += [outcome, sum(len(chunk.ids) for chunk in choice.chunks), len(choice.chunks)]

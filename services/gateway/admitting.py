@@ -15,7 +15,7 @@ from services.gateway.open_request import OpenRequest
 from services.gateway.redis_calls import in_time
 from shared.bus import LOST, CannotWrite, backoff
 from shared.protocol import RequestSpec
-from shared.scripts import Admission, KeyLimits, Scripts
+from shared.scripts import Admission, KeyLimits, Repeat, Scripts
 
 log = logging.getLogger(__name__)
 
@@ -25,7 +25,11 @@ Specs = Sequence[tuple[RequestSpec, bytes]]  # of a call, with their packed prom
 
 
 class Repeated(Exception):
-    """This call has been admitted before; it can be attached to."""
+    """This call has been admitted before, as `rid`; it can be attached to."""
+
+    def __init__(self, rid: str) -> None:
+        super().__init__(rid)
+        self.rid = rid
 
 
 class Admitting:
@@ -44,28 +48,28 @@ class Admitting:
         self._volatile = volatile
         self._drained = DrainMeter()
 
-    async def admit(self, requests: Sequence[OpenRequest], specs: Specs, owner: str, body_digest: str) -> None:
+    async def admit(self, requests: Sequence[OpenRequest], specs: Specs, owner: str, repeat: Repeat) -> None:
         """TryLater when the call is refused, or Redis does not answer; then `in_redis` tells whether it may be there.
-        Repeated, only with a digest: the call was there before, or it is and its first reply was lost."""
+        Repeated when the call was there before."""
         try:
-            admission = await self._ask(requests, specs, owner, body_digest)
+            admission = await self._ask(requests, specs, owner, repeat)
         except CannotWrite:
             raise unavailable("the server is out of memory or storage", "storage_full", 5) from None
         except TimeoutError:
             raise unavailable("the queue does not answer", "queue_unreachable") from None
         self._drained.read(admission.num_left, self._clock())
-        is_repeated = admission.status == "exists" and bool(body_digest)
+        is_repeated = admission.status == "exists" and admission.rid != requests[0].rid
         for request, (spec, prompt) in zip(requests, specs, strict=True):
             request.admission = admission
             if self._volatile:
-                request.kept = Kept(self._scripts, spec, prompt, owner, self._retention_ms, body_digest)
+                request.kept = Kept(self._scripts, spec, prompt, owner, self._retention_ms, repeat)
             request.in_redis = admission.accepted and not is_repeated  # what is there is another's
         if is_repeated:
-            raise Repeated
+            raise Repeated(admission.rid)
         if not admission.accepted:
             raise refused(admission, max(spec.num_prompt_tokens for spec, _ in specs), self._drained)
 
-    async def _ask(self, requests: Sequence[OpenRequest], specs: Specs, owner: str, body_digest: str) -> Admission:
+    async def _ask(self, requests: Sequence[OpenRequest], specs: Specs, owner: str, repeat: Repeat) -> Admission:
         """Repeats with the same ids while replies are lost: `admit` does a thing once."""
         is_first = True
         async with asyncio.timeout(ADMIT_TIMEOUT_S):
@@ -74,7 +78,7 @@ class Admitting:
                     admission = self._scripts.admit(
                         specs, gateway=requests[0].gateway, owner=owner, priority=0,
                         max_requests=self._max_requests, max_tokens=self._max_tokens, retention_ms=self._retention_ms,
-                        key_limits=self._key_limits, resume_ms=requests[0].resume_ms, body_digest=body_digest,
+                        key_limits=self._key_limits, resume_ms=requests[0].resume_ms, repeat=repeat,
                     )  # fmt: skip
                     return await in_time(admission)
                 except CannotWrite:

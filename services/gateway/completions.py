@@ -21,6 +21,7 @@ from services.gateway.openai_schema import ChatCompletionRequest, CompletionRequ
 from services.gateway.state import GatewayState
 from services.gateway.streams import StreamRoutes
 from shared.block_keys import request_salt
+from shared.scripts import NO_REPEAT, Repeat
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,22 +52,21 @@ class CompletionRoutes:
         )  # fmt: skip
         try:
             return await answer.send(http, self.state, self.intake.tokenizer, generation, stream=request.stream)
-        except Repeated:
-            return await self.streams.join(http, caller, prompts[0].text)
+        except Repeated as e:
+            return await self.streams.join(http, e.rid, caller, prompts[0].text)
 
     async def _caller(
         self, http: web.Request, body: bytes, request: ChatCompletionRequest | CompletionRequest
     ) -> Caller:
         """Who asks, and for how long and by whom else the answer may be taken up; names the call."""
         owner = http[OWNER]
-        key = resuming.idempotency_key(http.headers)
-        if key is None:
-            http[RID], digest = self.state.ids.new(owner), ""
-        else:
-            http[RID], digest = self.state.ids.of_key(owner, key), await self.intake.digest(http.path, body)
+        http[RID] = self.state.ids.new(owner)
+        key, repeat = resuming.idempotency_key(http.headers), NO_REPEAT
+        if key is not None:
+            repeat = Repeat(self.state.ids.repeat_key(owner, key), await self.intake.digest(http.path, body))
         default_ms = round(self.state.settings.resume_s * 1000) or (resuming.RETRY_MS if key else 0)
         return Caller(
             owner, request_salt(self.state.secret, owner, request.cache_salt or ""), http[CLIENT_ID],
             resume_ms=resuming.resume_ms(http.headers, default_ms, self.state.settings.request_timeout_s),
-            body_digest=digest,
+            repeat=repeat,
         )  # fmt: skip

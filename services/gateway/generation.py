@@ -23,7 +23,7 @@ from services.gateway.request_ids import prompt_rid
 from services.gateway.resuming import Places
 from services.gateway.tokenization import Tokenizer
 from shared.protocol import FinishReason, Outcome, ProtocolError, RequestSpec, TimeLimits, TokenChunk, pack_ids
-from shared.scripts import Admission
+from shared.scripts import NO_REPEAT, Admission, Repeat
 
 log = logging.getLogger(__name__)
 
@@ -38,13 +38,13 @@ STATUS_OF_CODE = {
 @dataclass(frozen=True, slots=True)
 class Caller:
     """Who asks: the owner of the records, the salt of the blocks, the caller's own name for the call, how long it goes
-    on without a client, and (where others may repeat the call) the digest of its body."""
+    on without a client, and by what others that repeat it find it."""
 
     owner: str
     salt: bytes
     client_id: str = ""
     resume_ms: int = 0
-    body_digest: str = ""
+    repeat: Repeat = NO_REPEAT
 
 
 class Generation:
@@ -120,7 +120,7 @@ class Generation:
         ]  # fmt: skip
         requests = await self._inflight.submit(
             [(spec, pack_ids(prompt.ids)) for spec, (_, _, prompt) in zip(specs, open_prompts, strict=True)],
-            self._caller.owner, self._wake, resume_ms=self._caller.resume_ms, body_digest=self._caller.body_digest,
+            self._caller.owner, self._wake, resume_ms=self._caller.resume_ms, repeat=self._caller.repeat,
         )  # fmt: skip
         for request, (_, first, prompt) in zip(requests, open_prompts, strict=True):
             self._requests.append((first, request))
@@ -133,7 +133,7 @@ class Generation:
             for number, first, prompt in open_prompts:
                 request = await self._inflight.attach(
                     prompt_rid(self.rid, number), prompt.num_choices, self._wake, resume_ms=self._caller.resume_ms,
-                    shared=bool(self._caller.body_digest),
+                    shared=bool(self._caller.repeat.body_digest),
                 )  # fmt: skip
                 self._requests.append((first, request))
                 self._num_running += prompt.num_choices

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 from redis.asyncio import Redis
 
 from services.gateway.admission import unavailable
-from services.gateway.admitting import Admitting, Repeated, Specs
+from services.gateway.admitting import Admitting, Specs
 from services.gateway.attaching import CANCELLED, Attaching, TooManyAttachments
 from services.gateway.open_request import Event, Moved, OpenRequest, RequestLost
 from services.gateway.redis_calls import CALL_TIMEOUT_S, Owed, in_time
@@ -26,7 +26,7 @@ from shared.bus import LOST, StreamReader
 from shared.leases import IDLE_REFRESH_MS, Lapsed, Membership, StreamLost, new_incarnation
 from shared.protocol import Member, Outcome, sequence_id
 from shared.records import Records, RequestRecord
-from shared.scripts import UNLIMITED, KeyLimits, Scripts
+from shared.scripts import NO_REPEAT, UNLIMITED, KeyLimits, Repeat, Scripts
 
 log = logging.getLogger(__name__)
 
@@ -75,9 +75,6 @@ class Inflight:
         """Those that are open."""
         return self._table.all()
 
-    def is_open(self, rid: str) -> bool:  # or being admitted
-        return self._table.find(rid) is not None
-
     async def idle(self) -> None:
         """Returns when no request is open."""
         await self._table.empty()
@@ -86,22 +83,22 @@ class Inflight:
 
     async def submit(
         self, specs: Specs, owner: str, wake: asyncio.Event, *, resume_ms: int = 0,
-        body_digest: str = "",
+        repeat: Repeat = NO_REPEAT,
     ) -> list[OpenRequest]:  # fmt: skip
         """Admits the requests of a call, whose arrivals set `wake`: all, or none. TryLater when they are refused or
-        Redis does not answer; Repeated when others may repeat the call (body_digest) and one of them came first.
+        Redis does not answer; Repeated when the call was there before.
 
         The caller owes each a `close` or `client_left`, unless this raises. A caller that is cancelled here owes none:
         the admission is awaited by a task of its own, since only its answer tells what there is to cancel.
         """
         requests = [
             OpenRequest(
-                spec.rid, spec.num_choices, self.incarnation, wake, resume_ms=resume_ms, shared=bool(body_digest)
+                spec.rid, spec.num_choices, self.incarnation, wake, resume_ms=resume_ms, shared=bool(repeat.key)
             )
             for spec, _ in specs
         ]
         try:
-            await self._detached(self._admit(requests, specs, owner, body_digest))
+            await self._detached(self._admit(requests, specs, owner, repeat))
         except asyncio.CancelledError:
             for request in requests:
                 request.abandoned = True
@@ -147,16 +144,14 @@ class Inflight:
         if not task.cancelled():
             task.exception()  # its caller may be gone
 
-    async def _admit(self, requests: list[OpenRequest], specs: Specs, owner: str, body_digest: str) -> None:
-        if body_digest and any(self._table.find(request.rid) for request in requests):
-            raise Repeated
+    async def _admit(self, requests: list[OpenRequest], specs: Specs, owner: str, repeat: Repeat) -> None:
         for request in requests:
             self._table.add(request)
         try:
-            await self._admitting.admit(requests, specs, owner, body_digest)
+            await self._admitting.admit(requests, specs, owner, repeat)
         except BaseException:
             for request in requests:
-                (self._attaching.give_up if request.shared and request.in_redis else self.close)(request)
+                self.client_left(request)  # it may be there, and asked for again
             raise
         for request in requests:
             request.admitted = True

@@ -7,19 +7,19 @@ the tokens that have been committed and taken. They are put back as they were, s
 from __future__ import annotations
 
 from shared.protocol import Outcome, RequestSpec, TokenChunk
-from shared.scripts import RestoredChoice, Scripts
+from shared.scripts import Repeat, RestoredChoice, Scripts
 
 
 class Kept:
     def __init__(
-        self, scripts: Scripts, spec: RequestSpec, prompt: bytes, owner: str, retention_ms: int, body_digest: str
+        self, scripts: Scripts, spec: RequestSpec, prompt: bytes, owner: str, retention_ms: int, repeat: Repeat
     ) -> None:
         self._scripts = scripts
         self._spec = spec
         self._prompt = prompt
         self._owner = owner
         self._retention_ms = retention_ms
-        self._body_digest = body_digest
+        self._repeat = repeat
         self._chunks: list[list[TokenChunk]] = [[] for _ in range(spec.num_choices)]
         self._outcomes: dict[int, Outcome] = {}
 
@@ -36,5 +36,5 @@ class Kept:
         ]
         return await self._scripts.restore(
             self._spec, self._prompt, choices, gateway=gateway, attach=attach, owner=self._owner, resume_ms=resume_ms,
-            retention_ms=self._retention_ms, body_digest=self._body_digest,
+            retention_ms=self._retention_ms, repeat=self._repeat,
         )  # fmt: skip

@@ -23,10 +23,11 @@ class RequestIds:
     def new(self, owner: str) -> str:
         return self._tagged(secrets.token_bytes(16), owner)
 
-    def of_key(self, owner: str, idempotency_key: str) -> str:
-        """The same for every call of an owner with this Idempotency-Key."""
+    def repeat_key(self, owner: str, idempotency_key: str) -> str:
+        """What stands for an owner's Idempotency-Key in Redis. Not the id of the call: an id has one life, and a key
+        may be used again when the call that had it is forgotten."""
         text = f"idempotency key\0{owner}\0{idempotency_key}"
-        return self._tagged(hmac.digest(self._secret, text.encode(), "sha256")[:16], owner)
+        return hmac.digest(self._secret, text.encode(), "sha256")[:16].hex()
 
     def is_of(self, rid: str, owner: str) -> bool:
         if _ID.fullmatch(rid) is None:

@@ -23,9 +23,9 @@ from services.gateway.request_ids import prompt_rid
 from services.gateway.resuming import Places
 from services.gateway.state import GatewayState
 from services.gateway.tokenization import Tokenizer
-from shared.bus import backoff
 from shared.protocol import TextParams
 from shared.records import RequestRecord
+from shared.scripts import Repeat
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,29 +48,22 @@ class StreamRoutes:
             await self.state.inflight.cancel(prompt_rid(self._rid(http), number), record.spec.num_choices)
         return json_response({"id": http[RID], "object": "stream", "cancelled": True})
 
-    async def join(self, http: web.Request, caller: Caller, text: TextParams) -> web.StreamResponse:
-        """Answers a call that repeats one, as itself asks for it (`text`): the same, from the beginning or from where
-        its client is."""
+    async def join(self, http: web.Request, rid: str, caller: Caller, text: TextParams) -> web.StreamResponse:
+        """Answers a call that repeats the call `rid`, as itself asks for it (`text`): the same, from the beginning or
+        from where its client is."""
+        http[RID] = rid
         records = [
             replace(record, spec=record.spec.model_copy(update={"text": _as_asked(record.spec.text, text)}))
-            for record in await self._repeated(http[RID])
+            for record in await self.state.inflight.find(rid)
         ]
-        if records[0].body_digest != caller.body_digest:
+        if not records:
+            raise unavailable("the request that this one repeats has just expired; try again", "try_again")
+        if records[0].body_digest != caller.repeat.body_digest:
             raise resuming.other_body()
         after = resuming.after(http.headers, {}, http[RID])
         if after is not None and after.places is None:
             return await answer.send_done(http, http[RID])
         return await self._answer(http, records, text.stream, None if after is None else after.places)
-
-    async def _repeated(self, rid: str) -> list[RequestRecord]:
-        """Of a call that this gateway may be admitting just now: then it is waited for."""
-        async for _ in backoff():
-            records = await self.state.inflight.find(rid)
-            if records:
-                return records
-            if not self.state.inflight.is_open(rid):
-                break
-        raise unavailable("the request that this one repeats was refused; try again", "try_again")
 
     def _rid(self, http: web.Request) -> str:
         rid = http.match_info["rid"]
@@ -100,7 +93,8 @@ class StreamRoutes:
         generation = Generation(
             self.state.inflight, self.state.metrics, self.tokenizer, prompts, rid=http[RID],
             caller=Caller(
-                first.owner, first.spec.salt, first.spec.client_id, resume_ms=resume_ms, body_digest=first.body_digest
+                first.owner, first.spec.salt, first.spec.client_id, resume_ms=resume_ms,
+                repeat=Repeat(body_digest=first.body_digest),
             ),
             time_limits=first.spec.time_limits, started=asyncio.get_running_loop().time(),
             places=places or (None,) * num_choices,

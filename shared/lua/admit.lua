@@ -1,16 +1,17 @@
--- Bounds, records and queue entries of a call: of all its prompts, or of none. Idempotent by its first rid. The first
--- write is refused on a full server: nothing is half done. ARGV: max_requests, max_tokens, gateway, priority,
+-- Bounds, records and queue entries of a call: of all its prompts, or of none. Idempotent by its first rid and, where it
+-- has one, by its repeat key. The first write is refused on a full server: nothing is half done. ARGV: max_requests, max_tokens, gateway, priority,
 -- resume_ms, owner, what the owner (an API key) may have: open prompts, calls a minute, tokens a minute (0 = any), time
--- limits (ms, 0 = none) of which deadlines are made here: to start, for the first token, for all; then how many fields,
--- name and value of each, as they go into every request's record, then 5 a prompt: rid, n, tokens, prompt, spec.
+-- limits (ms, 0 = none) of which deadlines are made here: to start, for the first token, for all; repeat key or '', how many
+-- fields, name and value of each, as they go into every request's record, then 5 a prompt: rid, n, tokens, prompt, spec.
 -- Answer: {status, the number that it is about, ms to wait, sequences that have ever left the queue, then of requests
--- and of tokens: what is left of the owner's minute, ms until all of it is}.
+-- and of tokens: what is left of the owner's minute, ms until all of it is; the rid of the call that is meant}.
 local max_requests, max_tokens = tonumber(ARGV[1]), tonumber(ARGV[2])
 local gateway, priority, resume_ms, owner = ARGV[3], ARGV[4], ARGV[5], ARGV[6]
 local max_open, per_minute = tonumber(ARGV[7]), {requests = tonumber(ARGV[8]), tokens = tonumber(ARGV[9])}
 local start_ms, first_ms, end_ms = tonumber(ARGV[10]), tonumber(ARGV[11]), tonumber(ARGV[12])
-local first = 14 + 2 * ARGV[13]
-local r, opened, now, num_prompts = P .. 'r:' .. ARGV[first], P .. 'open:' .. owner, now_ms(), (#ARGV - first + 1) / 5
+local repeat_key, first = ARGV[13], 15 + 2 * ARGV[14]
+local rid = repeat_key ~= '' and redis.call('GET', P .. 'repeat:' .. repeat_key) or ARGV[first]
+local r, opened, now, num_prompts = P .. 'r:' .. rid, P .. 'open:' .. owner, now_ms(), (#ARGV - first + 1) / 5
 local MINUTE_MS, ROUNDING = 60000, 1e-6
 
 local function left_of(what)
@@ -22,6 +23,7 @@ local function answer(status, number, wait_ms)
     reply[#reply + 1] = math.max(0, math.floor(left_of(what) + ROUNDING))
     reply[#reply + 1] = math.ceil(bucket_full_at(owner, what, now) - now)
   end
+  reply[#reply + 1] = rid
   return reply
 end
 local function wait_ms_for(what, wanted)
@@ -30,6 +32,7 @@ local function wait_ms_for(what, wanted)
 end
 
 if redis.call('EXISTS', r) == 1 then return answer('exists', 0) end
+rid = ARGV[first]
 local n, num_tokens, prompt_tokens = 0, 0, 0
 for i = first, #ARGV, 5 do
   n = n + ARGV[i + 1]
@@ -52,7 +55,7 @@ local function deadline(ms) return ms > 0 and now + ms or 0 end
 local function admit(rid, choices, prompt_tokens, prompt, spec)
   redis.call('HSET', P .. 'r:' .. rid, 'prompt', prompt, 'spec', spec, 'n', choices, 'open', choices,
     'arrival_ms', now, 'resume_ms', resume_ms, 'owner', owner, 'start_by', deadline(start_ms),
-    'first_by', deadline(first_ms), 'end_by', deadline(end_ms), unpack(ARGV, 14, first - 1))
+    'first_by', deadline(first_ms), 'end_by', deadline(end_ms), unpack(ARGV, 15, first - 1))
   redis.call('SADD', opened, rid)
   if per_minute.tokens > 0 then redis.call('HSET', P .. 'r:' .. rid, 'token_ms', MINUTE_MS / per_minute.tokens) end
   for i = 0, choices - 1 do
@@ -65,6 +68,10 @@ local function admit(rid, choices, prompt_tokens, prompt, spec)
 end
 
 for i = first, #ARGV, 5 do admit(ARGV[i], tonumber(ARGV[i + 1]), ARGV[i + 2], ARGV[i + 3], ARGV[i + 4]) end
+if repeat_key ~= '' then
+  redis.call('HSET', P .. 'r:' .. rid, 'repeat_key', repeat_key)
+  redis.call('SET', P .. 'repeat:' .. repeat_key, rid)
+end
 if per_minute.requests > 0 then take_from_bucket(owner, 'requests', now, MINUTE_MS / per_minute.requests) end
 if per_minute.tokens > 0 then
   take_from_bucket(owner, 'tokens', now, prompt_tokens * MINUTE_MS / per_minute.tokens)

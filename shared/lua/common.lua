@@ -61,9 +61,10 @@ end
 local function settle_request(rid)
   local r = P .. 'r:' .. rid
   if redis.call('HINCRBY', r, 'open', -1) > 0 then return end
-  local f = redis.call('HMGET', r, 'n', 'retention_ms', 'owner', 'token_ms')
+  local f = redis.call('HMGET', r, 'n', 'retention_ms', 'owner', 'token_ms', 'repeat_key')
   local num_tokens = 0
   redis.call('PEXPIRE', r, f[2])
+  if f[5] then redis.call('PEXPIRE', P .. 'repeat:' .. f[5], f[2]) end
   for i = 0, f[1] - 1 do
     local s = P .. 's:' .. rid .. '.' .. i
     redis.call('PEXPIRE', s, f[2])

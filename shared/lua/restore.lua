@@ -1,15 +1,19 @@
 -- Puts back a request that a Redis without an append-only file has forgotten, with the tokens that its gateway has had.
 -- Nothing if it is there. ARGV: rid, gateway, attach number, owner, resume_ms, retention_ms, body digest, total_ms (0 =
--- no limit, else from now on), prompt tokens, prompt, spec, n, then a choice: outcome ('' = goes on), tokens, number of
+-- no limit, else from now on), prompt tokens, prompt, spec, n, repeat key or '', then a choice: outcome ('' = goes on), tokens, number of
 -- chunks, chunk... Answer: 1, or 0.
 run_when_full()
 local rid, gateway, attach, owner, resume_ms = ARGV[1], ARGV[2], ARGV[3], ARGV[4], ARGV[5]
 local total_ms, prompt_tokens, n = tonumber(ARGV[8]), ARGV[9], tonumber(ARGV[12])
-local r, now, at = P .. 'r:' .. rid, now_ms(), 13
+local r, now, at = P .. 'r:' .. rid, now_ms(), 14
 if redis.call('EXISTS', r) == 1 then return 0 end
 redis.call('HSET', r, 'prompt', ARGV[10], 'spec', ARGV[11], 'n', n, 'open', n, 'arrival_ms', now,
   'resume_ms', resume_ms, 'owner', owner, 'start_by', 0, 'first_by', 0, 'end_by', total_ms > 0 and now + total_ms or 0,
   'retention_ms', ARGV[6], 'body_digest', ARGV[7])
+if ARGV[13] ~= '' then
+  redis.call('HSET', r, 'repeat_key', ARGV[13])
+  redis.call('SET', P .. 'repeat:' .. ARGV[13], rid)
+end
 redis.call('SADD', P .. 'open:' .. owner, rid)
 for i = 0, n - 1 do
   local sid = rid .. '.' .. i

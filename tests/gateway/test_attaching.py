@@ -8,16 +8,18 @@ import pytest
 
 from services.gateway import attaching
 from services.gateway.admission import TryLater
+from services.gateway.admitting import Repeated
 from services.gateway.open_request import Event, Moved, OpenRequest, RequestLost
 from shared.protocol import Outcome, TokenChunk, pack_ids
+from shared.scripts import NO_REPEAT, Repeat
 from tests.gateway.conftest import Gateway, GatewayMaker
 from tests.gateway.fake_worker import PROMPT, FakeWorker, spec
 from tests.helpers import wait_until
 
 
-async def submitted(gateway: Gateway, *, resume_ms: int = 0, body_digest: str = "") -> OpenRequest:
+async def submitted(gateway: Gateway, *, resume_ms: int = 0, repeat: Repeat = NO_REPEAT) -> OpenRequest:
     [request] = await gateway.inflight.submit(
-        [(spec(), pack_ids(PROMPT))], "owner", asyncio.Event(), resume_ms=resume_ms, body_digest=body_digest
+        [(spec(), pack_ids(PROMPT))], "owner", asyncio.Event(), resume_ms=resume_ms, repeat=repeat
     )
     return request
 
@@ -125,7 +127,7 @@ async def test_of_two_that_come_at_once_the_later_stays_and_can_be_cancelled(
 async def test_of_two_that_share_an_answer_and_come_at_once_both_have_it(
     gateway: Gateway, other: Gateway, worker: FakeWorker
 ) -> None:
-    request = await submitted(other, body_digest="d")
+    request = await submitted(other, repeat=Repeat("k", "d"))
     await worker.place(request.open_sids[0])
     gateway.scripts.late["attach"] = asyncio.Event()
     attaching = [asyncio.ensure_future(attached(gateway, request, shared=True)) for _ in range(2)]
@@ -201,7 +203,7 @@ async def test_an_attached_request_outlives_its_gateways_incarnation(
 async def test_who_shares_an_answer_goes_on_when_another_becomes_its_reader(
     gateway: Gateway, other: Gateway, worker: FakeWorker
 ) -> None:
-    request = await submitted(gateway, body_digest="d")
+    request = await submitted(gateway, repeat=Repeat("k", "d"))
     sid = request.open_sids[0]
     await worker.place(sid)
     await worker.commit(sid, [1])
@@ -220,21 +222,42 @@ async def test_who_shares_an_answer_goes_on_when_another_becomes_its_reader(
     assert await reader_of(gateway, request) == ("placed", other.inflight.incarnation, 2)
 
 
-async def test_a_call_that_was_admitted_elsewhere_is_not_ended_by_one_that_was_refused(
+async def test_a_call_that_was_made_before_is_not_ended_by_one_that_was_given_up(
     gateway: Gateway, other: Gateway, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The second of two equal calls does not learn whether it was admitted: what is there is the first one's."""
     monkeypatch.setattr("services.gateway.admitting.ADMIT_TIMEOUT_S", 0.05)
-    shared = spec()
-    await gateway.inflight.submit([(shared, pack_ids(PROMPT))], "owner", asyncio.Event(), body_digest="d")
+    repeat = Repeat("k", "d")
+    first = await submitted(gateway, repeat=repeat)
+    with pytest.raises(Repeated) as repeated:
+        await submitted(other, repeat=repeat)
+    assert repeated.value.rid == first.rid
     other.scripts.late["admit"] = asyncio.Event()
     with pytest.raises(TryLater):
-        await other.inflight.submit([(shared, pack_ids(PROMPT))], "owner", asyncio.Event(), body_digest="d")
+        await submitted(other, repeat=repeat)
     await other.inflight.settle()
     assert other.inflight.requests == []
-    record = await gateway.records.sequence(f"{shared.rid}.0")
-    assert record is not None
-    assert (record.state, record.gateway) == ("queued", gateway.inflight.incarnation)
+    assert await reader_of(gateway, first) == ("queued", gateway.inflight.incarnation, 1)
+
+
+async def test_a_call_whose_admission_was_given_up_is_there_for_one_that_repeats_it(
+    gateway: Gateway, other: Gateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("services.gateway.admitting.ADMIT_TIMEOUT_S", 0.05)
+    gateway.scripts.late["admit"] = asyncio.Event()
+    with pytest.raises(TryLater):
+        await submitted(gateway, repeat=Repeat("k", "d"), resume_ms=9000)
+    await gateway.inflight.settle()
+    with pytest.raises(Repeated) as repeated:
+        await submitted(other, repeat=Repeat("k", "d"))
+    record = await other.records.sequence(f"{repeated.value.rid}.0")
+    assert record is not None and (record.state, record.gateway) == ("queued", "")
+
+
+async def test_an_admission_whose_reply_was_lost_is_its_own(gateway: Gateway) -> None:
+    gateway.scripts.lose = ["admit"]
+    request = await submitted(gateway, repeat=Repeat("k", "d"))
+    assert gateway.inflight.requests == [request]
 
 
 async def test_an_end_is_told_to_who_comes_back_after_it(gateway: Gateway, other: Gateway, worker: FakeWorker) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from redis.exceptions import ResponseError
 
+from shared.protocol import Outcome
+from shared.scripts import Repeat
 from tests.shared.script_rules import RuleBook
 from tests.shared.script_world import CANCELLED, World, is_full
 
@@ -16,6 +18,52 @@ async def _(w: World) -> None:
     before = await w.everything()
     assert (await w.admit("r", 2))[0] == "exists"
     assert await w.everything() == before
+
+
+@rules.rule(
+    "a call with the repeat key of another is that one",
+    "admit",
+    "repeat_key ~= '' and redis.call('GET', P .. 'repeat:' .. repeat_key) or ",
+    "",
+)
+async def _(w: World) -> None:
+    repeat = Repeat("key", "digest")
+    first = await w.ask_admission("r", more=[("r-1", 1, 3)], repeat=repeat)
+    assert (first.status, first.rid) == ("ok", "r")
+    before = await w.everything()
+    second = await w.ask_admission("q", repeat=repeat)
+    assert (second.status, second.rid) == ("exists", "r")
+    assert await w.everything() == before
+    assert (await w.ask_admission("p", repeat=Repeat("another", "digest"))).rid == "p"
+
+
+@rules.rule(
+    "a repeat key is forgotten with its call, of several prompts the first",
+    "common",
+    "if f[5] then redis.call('PEXPIRE', P .. 'repeat:' .. f[5], f[2]) end",
+)
+async def _(w: World) -> None:
+    repeat = Repeat("key", "digest")
+    await w.ask_admission("r", more=[("r-1", 1, 3)], repeat=repeat, retention_ms=50)
+    await w.scripts.finish("r-1.0", Outcome(reason="stop"))
+    assert await w.redis.pttl(w.key("repeat:key")) == -1
+    await w.scripts.finish("r.0", Outcome(reason="stop"))
+    assert 0 < await w.redis.pttl(w.key("repeat:key")) <= 50
+
+
+@rules.rule(
+    "a repeat key whose call is not there names nothing",
+    "admit",
+    "if redis.call('EXISTS', r) == 1 then",
+    "if rid ~= ARGV[first] or redis.call('EXISTS', r) == 1 then",
+)
+async def _(w: World) -> None:
+    repeat = Repeat("key", "digest")
+    await w.ask_admission("r", repeat=repeat)
+    await w.redis.delete(w.key("r:r"))
+    again = await w.ask_admission("q", repeat=repeat)
+    assert (again.status, again.rid) == ("ok", "q")
+    assert (await w.ask_admission("p", repeat=repeat)).rid == "q"
 
 
 @rules.rule(

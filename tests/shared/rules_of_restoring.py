@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from shared.protocol import Outcome, TokenChunk
-from shared.scripts import CommitCode, RestoredChoice
+from shared.scripts import NO_REPEAT, CommitCode, Repeat, RestoredChoice
 from tests.shared.script_rules import RuleBook
 from tests.shared.script_world import HOUR_MS, World, entry, spec_of
 
@@ -12,10 +12,10 @@ ENDED = RestoredChoice((TokenChunk(first=0, ids=(7,)),), Outcome(reason="stop", 
 OPEN = RestoredChoice((TokenChunk(first=0, ids=(1, 2)), TokenChunk(first=2, ids=(3,))), None)
 
 
-async def restore(w: World, *choices: RestoredChoice) -> bool:
+async def restore(w: World, *choices: RestoredChoice, repeat: Repeat = NO_REPEAT) -> bool:
     return await w.scripts.restore(
         spec_of("r", len(choices)), b"\1\0\0\0" * 3, choices, gateway="g", attach=4, owner="key", resume_ms=0,
-        retention_ms=HOUR_MS, body_digest="",
+        retention_ms=HOUR_MS, repeat=repeat,
     )  # fmt: skip
 
 
@@ -36,6 +36,17 @@ async def _(w: World) -> None:
     await w.gateway()
     assert await restore(w, OPEN)
     assert [c.ids for c in await w.records.log("r.0")] == [(1, 2), (3,)]
+
+
+@rules.rule(
+    "restore brings back the repeat key",
+    "restore",
+    "redis.call('SET', P .. 'repeat:' .. ARGV[13], rid)",
+)
+async def _(w: World) -> None:
+    await w.gateway()
+    assert await restore(w, OPEN, repeat=Repeat("key", "digest"))
+    assert (await w.ask_admission("q", repeat=Repeat("key", "digest"))).rid == "r"
 
 
 @rules.rule("restore queues what goes on", "restore", "enqueue(sid, s, 0)")

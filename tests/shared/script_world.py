@@ -21,7 +21,7 @@ from shared.protocol import (
     decode_as,
 )
 from shared.records import Records, SequenceRecord
-from shared.scripts import Admission, CommitCode, CommitEntry, Scripts
+from shared.scripts import Admission, CommitCode, CommitEntry, Repeat, Scripts
 
 MODEL = "m"
 HOUR_MS = 3_600_000
@@ -77,7 +77,7 @@ class World:
         """more: further prompts of the same call, each with rid, n and tokens."""
         defaults: dict[str, Any] = {
             "gateway": "g", "owner": "key", "priority": 0, "max_requests": 100, "max_tokens": 1000,
-            "retention_ms": HOUR_MS, "body_digest": "digest",
+            "retention_ms": HOUR_MS, "repeat": Repeat("", "digest"),
         }  # fmt: skip
         prompts = [(rid, n, tokens), *more]
         requests = [(spec_of(*prompt, **(time_limits or {})), b"\1\0\0\0" * prompt[2]) for prompt in prompts]
