@@ -172,8 +172,10 @@ async def answering(worker: FakeWorker) -> AsyncIterator[Callable[..., None]]:
         tasks.append(asyncio.ensure_future(worker.serve(reply, finish)))
 
     yield begin
-    for task in tasks:
-        task.cancel()
+    while running := [task for task in tasks if not task.done()]:
+        for task in running:
+            task.cancel()  # again: redis-py can lose one on Python 3.11
+        await asyncio.wait(running, timeout=0.2)
     for result in await asyncio.gather(*tasks, return_exceptions=True):
         if isinstance(result, Exception):
             raise result

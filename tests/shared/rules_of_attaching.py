@@ -180,12 +180,6 @@ async def _(w: World) -> None:
     assert await w.everything() == before
 
 
-@rules.rule("what has expired is not detached", "detach", "f[1] and ", "")
-async def _(w: World) -> None:
-    assert await w.scripts.detach(["r.0"], 1, 1000) == 0
-    assert await w.everything() == {}
-
-
 # --- keys of a finished request expire -------------------------------------------------------------------------------
 
 
@@ -214,7 +208,7 @@ async def _(w: World) -> None:
     assert all(await expiring(w, "r:r"))
 
 
-@rules.rule("its sequences expire", "common", "redis.call('PEXPIRE', P .. 's:' .. rid .. '.' .. i, f[2])")
+@rules.rule("its sequences expire", "common", "redis.call('PEXPIRE', s, f[2])")
 async def _(w: World) -> None:
     await w.placed("r", 2)
     for i in (0, 1):
@@ -222,7 +216,7 @@ async def _(w: World) -> None:
     assert all(await expiring(w, "s:r.0", "s:r.1"))
 
 
-@rules.rule("its logs expire", "common", "redis.call('PEXPIRE', P .. 's:' .. rid .. '.' .. i .. ':log', f[2])")
+@rules.rule("its logs expire", "common", "redis.call('PEXPIRE', s .. ':log', f[2])")
 async def _(w: World) -> None:
     await w.placed("r", 2)
     await w.commit(*(entry(f"r.{i}", outcome=encode(STOP)) for i in (0, 1)))

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Awaitable
 from typing import TypeVar
 
-from redis.exceptions import ResponseError
-
+from shared.bus import CannotWrite
 from shared.protocol import Event, Member, encode
 from shared.scripts import STREAM_TTL_MS
 from tests.shared.script_rules import RuleBook
-from tests.shared.script_world import HOUR_MS, World, is_full
+from tests.shared.script_world import HOUR_MS, World
 
 T = TypeVar("T")
 rules = RuleBook()
@@ -358,6 +357,5 @@ async def _(w: World) -> None:
 async def refused_as_full(call: Awaitable[T]) -> T:
     try:
         return await call
-    except ResponseError as e:
-        assert not is_full(e), "refused on a full server"
-        raise
+    except CannotWrite as e:
+        raise AssertionError("refused on a full server") from e

@@ -161,10 +161,6 @@ class World:
             await self.redis.config_set("maxmemory", 0)
 
 
-def is_full(error: Exception) -> bool:
-    return isinstance(error, bus.CannotWrite) and "maxmemory" in str(error)
-
-
 def entry(
     sid: str = "r.0", epoch: int = 1, first: int = 0, count: int = 1, chunk: bytes = b"c", outcome: bytes = b""
 ) -> CommitEntry:
