@@ -179,6 +179,19 @@ async def test_a_client_that_leaves_while_it_attaches(gateway: Gateway, other: G
     assert gateway.inflight.requests == []
 
 
+async def test_what_is_taken_up_again_and_again_ends(
+    gateway: Gateway, other: Gateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attaching, "MAX_ATTACHMENTS", 3)
+    request = await submitted(gateway)
+    for at in (other, gateway):
+        await attached(at, request)
+    with pytest.raises(attaching.TooManyAttachments):
+        await attached(other, request)
+    await other.inflight.settle()
+    assert (await reader_of(gateway, request))[0] == "done"
+
+
 async def test_what_has_expired_is_lost(gateway: Gateway) -> None:
     request = await submitted(gateway)
     await gateway.redis.delete(gateway.scripts.key(f"r:{request.rid}"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -40,7 +41,7 @@ class Gateway:
     async def start(self, stack: contextlib.AsyncExitStack) -> Gateway:
         app = web.Application()
         app.router.add_route("*", "/{path:.*}", self.handle)
-        runner = web.AppRunner(app)
+        runner = web.AppRunner(app, shutdown_timeout=0.1)
         await runner.setup()
         stack.push_async_callback(runner.cleanup)
         await web.TCPSite(runner, "127.0.0.1", 0).start()
@@ -153,6 +154,26 @@ async def test_who_leaves_early_cancels_the_request(gateways: list[Gateway]) -> 
         async for value in stream:
             assert value == {"n": 1}
             break
+    assert one.asked[1:] == [("DELETE", "/v1/streams/r", "", False)]
+
+
+async def test_who_is_interrupted_cancels_the_request(gateways: list[Gateway]) -> None:
+    async def stay(request: web.Request, response: web.StreamResponse) -> None:
+        await response.write(b'id: r:1\ndata: {"n": 1}\n\n')
+        await asyncio.Event().wait()
+
+    async def read_until_interrupted() -> None:
+        async with StreamClient([one.url]) as client, contextlib.aclosing(client.stream(PATH, {})) as stream:
+            async for _ in stream:
+                began.set()
+
+    one, _ = gateways
+    one.plans, began = [stay, 200], asyncio.Event()
+    reading = asyncio.ensure_future(read_until_interrupted())
+    await began.wait()
+    reading.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await reading
     assert one.asked[1:] == [("DELETE", "/v1/streams/r", "", False)]
 
 
