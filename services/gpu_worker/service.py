@@ -61,7 +61,7 @@ class WorkerService:
             engine, self.running, max_step_s=max_step_s, cost=cost, clock=clock,
             on_step=self.metrics.step_seconds.observe,
         )  # fmt: skip
-        self.watchdog = Watchdog(self.engine_loop)
+        self.watchdog = Watchdog(self.engine_loop, clock)
         self.clock = clock
         self.num_entries = 0  # sequences in the last commit
         self.lease_is_short = False  # as far as is known: BUSY_LEASE_MS, since the last commit or refresh

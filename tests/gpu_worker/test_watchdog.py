@@ -14,6 +14,7 @@ class Loop:
     def __init__(self) -> None:
         self.hung: tuple[Any, ...] = ()
         self.num_steps = 0
+        self.hang_s = 5.0
         self.failure: EngineDied | None = None
 
 
@@ -41,6 +42,36 @@ def test_a_process_that_was_stopped_is_not_hung_if_its_step_ends() -> None:
     loop.hung = ()
     watchdog.check()
     assert not watchdog.suspects
+
+
+def test_a_step_that_stood_still_with_the_whole_process_has_its_time_once_more() -> None:
+    loop, now = Loop(), [100.0]
+    watchdog = Watchdog(loop, lambda: now[0])  # type: ignore[arg-type]
+    watchdog.check()
+    now[0] += 60.0  # stopped, in the middle of a step
+    loop.hung = (("r.0", 2),)
+    while now[0] < 160.0 + loop.hang_s - 0.2:
+        watchdog.check()
+        assert not watchdog.suspects
+        now[0] += 0.1
+    with pytest.raises(EngineHung):
+        for _ in range(6):
+            watchdog.check()
+            now[0] += 0.1
+    assert now[0] < 160.0 + loop.hang_s + 0.5
+
+
+def test_looks_that_are_as_far_apart_as_those_of_an_idle_worker_are_no_pause() -> None:
+    loop, now = Loop(), [100.0]
+    watchdog = Watchdog(loop, lambda: now[0])  # type: ignore[arg-type]
+    watchdog.check()
+    loop.hung = (("r.0", 2),)
+    for _ in range(HUNG_LOOKS - 1):
+        now[0] += 2.2
+        watchdog.check()
+        assert watchdog.suspects
+    with pytest.raises(EngineHung):
+        watchdog.check()
 
 
 def test_a_thread_that_has_died_is_noticed() -> None:
