@@ -22,7 +22,6 @@ from shared.scripts import Scripts
 from shared.settings import CommonSettings, SettingsError, current_environ, load, variable
 
 MAX_LISTED = 1000
-SUSPECT_STRIKES = 10  # as many as --max-strikes can be: it runs in steps of its own, and one more death ends it
 RESUME_MS = 3_600_000  # that a retry goes on with nobody who reads it
 LOOK_S = 0.2
 USED = {"redis_url", "model", "served_model_name", "state_dir"}
@@ -109,14 +108,15 @@ class DeadDesk:
         _print(f"parameters     {request.spec.sampling.model_dump_json(exclude_defaults=True)}")
 
     async def retry(self, id: str) -> None:
-        """Until it has ended; says how."""
-        old, _ = split_sequence_id((await self._find(id)).sid)
+        """Until it has ended; says how. It begins with the strikes that were too many, so one more death ends it."""
+        record = await self._find(id)
+        old, _ = split_sequence_id(record.sid)
         request = await self._records.request(old)
         if request is None:
             raise NotThere(f"the record of {old} has expired; a longer --retention-s keeps records longer")
         rid = secrets.token_hex(16)
         spec = request.spec.model_copy(update={"rid": rid, "time_limits": TimeLimits()})
-        if await self._scripts.retry(old, spec, SUSPECT_STRIKES, RESUME_MS) == "gone":
+        if await self._scripts.retry(old, spec, int(record.fields["deaths"]), RESUME_MS) == "gone":
             raise NotThere(f"the record of {old} has expired")
         _print(f"runs again as request {rid}, in steps of its own; one more worker death ends it")
         for choice in range(spec.num_choices):

@@ -67,7 +67,7 @@ def worker(redis_url: str) -> Iterator[list[str]]:
                 await asyncio.sleep(0.01)
                 for sid, epoch in await w.queue():
                     record = await w.sequence(sid)
-                    assert (record.strikes, record.gateway) == (dead.SUSPECT_STRIKES, "")
+                    assert (record.strikes, record.gateway) == (3, "")
                     await w.scripts.assign(sid, epoch, "w", 1, b"admit")
                     await w.commit(entry(sid, epoch + 1, count=2, outcome=LENGTH))
                     ended.append(sid)
