@@ -102,7 +102,7 @@ class Served:
         self.service = service
         self.worker = worker
         self.session = session
-        self.stop = Stop()
+        self.stop = Stop(exit=lambda status: None)
 
     @property
     def url(self) -> str:

@@ -89,6 +89,21 @@ async def test_what_does_not_finish_in_time_breaks_off_without_a_false_ending(se
     assert (record.state, record.gateway) == ("placed", "")  # its client may go on at another gateway
 
 
+async def test_a_second_signal_cuts_the_drain_short(serve_with: Serve) -> None:
+    served = await serve_with(drain_timeout_s=600)
+    responding = asyncio.ensure_future(served.session.post(served.url + "/v1/completions", json=BODY))
+    [sid] = await wait_until(served.worker.queued)
+    await served.worker.place(sid)
+    await served.worker.commit(sid, [97])
+    response = await responding
+    served.stop.set()
+    await wait_until(lambda: refuses(served.url))
+    served.stop.set()
+    with pytest.raises(aiohttp.ClientError):
+        await response.read()
+    await wait_until(lambda: left(served))
+
+
 async def test_a_stream_outlasts_the_loss_of_the_gateways_own_stream(served: Served) -> None:
     responding = asyncio.ensure_future(served.session.post(served.url + "/v1/completions", json=BODY))
     [sid] = await wait_until(served.worker.queued)
