@@ -13,11 +13,13 @@ from typing import Any
 import pytest
 from yarl import URL
 
+from services import modules
 from shared import scripted_vocab as vocab
+from shared.settings import current_environ, variable
 from tests.e2e.clients import Answer, Client, Connect, check_same
 from tests.e2e.load import USAGE, mixed, plain, words
-from tests.e2e.stack import NewStack
-from tests.helpers import wait_until
+from tests.e2e.stack import NewStack, Stack
+from tests.helpers import url_as, wait_until
 
 NUMBERS: list[Any] = ["1", True, [], {}, [1], float(1 << 70)]
 WRONG: dict[str, list[Any]] = {
@@ -156,9 +158,38 @@ async def test_a_poison_request_costs_at_most_three_workers_and_ends_as_one_erro
             assert poison.error is not None and poison.error["code"] == "poison_request", poison
             assert not poison.done and poison.position <= 2
             check_same(await answering, undisturbed)
-        deaths = sum(p.kind == "worker" for p in stack.lives) - 2
-        assert deaths == 3
-        assert stack.state.redis.xlen(stack.state.key("dead")) == 1
+            assert num_deaths(stack) == 3 and stack.state.redis.xlen(stack.state.key("dead")) == 1
+            assert f"{poison.rid}.0  3 workers died while running this request; can be retried" in await dead(
+                stack, "list"
+            )
+            neighbour = client.begin(plain("beside a retry", 200))
+            retried = await dead(stack, "retry", poison.rid)
+            assert "poison_request: 4 workers died" in retried, retried
+            check_whole(await neighbour, "beside a retry", 200)
+        assert num_deaths(stack) == 4, "one that was given up kills one worker, not three"
+        assert stack.state.redis.xlen(stack.state.key("dead")) == 2
+
+
+def num_deaths(stack: Stack) -> int:
+    return sum(p.kind == "worker" for p in stack.lives) - 2
+
+
+def check_whole(answer: Answer, text: str, num_tokens: int) -> None:
+    answer.check()
+    assert answer.text == words(text, num_tokens)
+
+
+async def dead(stack: Stack, *args: str) -> str:
+    """What `headrace dead` prints."""
+    own = {"redis_url": url_as(stack.redis_url, "admin"), "served_model_name": stack.served_name}
+    environ = modules.environ(current_environ() | {variable(k): v for k, v in own.items()})
+    process = await asyncio.create_subprocess_exec(
+        *modules.command("services.cli", "dead", *args), env=environ, stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.STDOUT,
+    )  # fmt: skip
+    output, _ = await asyncio.wait_for(process.communicate(), 30)
+    assert process.returncode == 0, output.decode()
+    return output.decode()
 
 
 async def test_a_step_that_fails_is_the_error_of_one(client: Client, undisturbed: list[Answer]) -> None:
