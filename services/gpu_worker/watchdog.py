@@ -1,4 +1,4 @@
-"""Whether the engine still does its work, as seen from the thread that keeps the lease. *Pure.*
+"""Whether the engine still does its work, as seen from the thread that keeps the lease.
 
 A step that takes longer than any should is looked at again before it is given up. After a pause of the whole process
 (it was stopped, or the machine slept) the step has its time once more: it stood still too, and may be well.
