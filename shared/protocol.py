@@ -218,6 +218,12 @@ class TokenChunk(Message):
     finish: str = ""
     cached_tokens: int = 0
 
+    def after(self, position: int) -> Self:
+        """The part from a position within it on."""
+        skipped = position - self.first
+        logprobs = None if self.logprobs is None else self.logprobs[skipped:]
+        return self.model_copy(update={"first": position, "ids": self.ids[skipped:], "logprobs": logprobs})
+
     def to_wire(self) -> Any:
         logprobs = None if self.logprobs is None else _floats(self.logprobs)
         return (self.first, pack_ids(self.ids), logprobs, self.finish, self.cached_tokens)

@@ -60,6 +60,7 @@ class OpenRequest:
         self.open_choices = set(range(num_choices))
         self.positions = [0] * num_choices  # tokens taken, a choice
         self._num_chunks = [0] * num_choices
+        self._read_twice: set[int] = set()  # choices whose log is being read from its beginning, after a loss
         self._needed = [0] * num_choices  # what the log must reach, since it was announced
         self._arrived: deque[tuple[int, bool, bytes]] = deque()
         self.num_bytes = 0
@@ -154,20 +155,36 @@ class OpenRequest:
         for choice, record, chunks in found:
             assert record is not None
             is_last_page = len(chunks) < PAGE_CHUNKS
+            self._needed[choice] = max(self._needed[choice], record.num_tokens)
             events += self._take_logged(choice, chunks)
             if record.state == "done" and is_last_page:
                 events += self._take_outcome(choice, decode_as(Outcome, record.outcome))
             if self.positions[choice] < self._needed[choice] and is_last_page:
-                raise RequestLost
+                self._read_again(choice)
         return events
+
+    def _read_again(self, choice: int) -> None:
+        """The log lacks what was announced. A Redis that has lost the last moment (a replica that took over) has its
+        log written again from there, in other chunks: they are looked for once from the beginning."""
+        if choice in self._read_twice:
+            raise RequestLost
+        self._read_twice.add(choice)
+        self._num_chunks[choice] = 0
+        self.fall_behind()
 
     def _take_logged(self, choice: int, chunks: list[TokenChunk]) -> list[Event]:
         events: list[Event] = []
         for chunk in chunks:
+            num_chunks = self._num_chunks[choice] + 1
             events += self._take_chunk(choice, chunk)
+            self._num_chunks[choice] = num_chunks  # also of one that repeats what was taken
+        if self.positions[choice] >= self._needed[choice]:
+            self._read_twice.discard(choice)
         return events
 
     def _take_chunk(self, choice: int, chunk: TokenChunk) -> list[Event]:
+        if chunk.first < self.positions[choice] < chunk.first + len(chunk.ids):
+            chunk = chunk.after(self.positions[choice])
         if chunk.first != self.positions[choice]:
             self._require(choice, chunk.first + len(chunk.ids))
             return []

@@ -80,6 +80,10 @@ class Link:
             for connection in [c for c in self._connections if c.damaged]:
                 connection.abort()
 
+    def point_at(self, server_url: str) -> None:
+        """For connections from now on; `reset` ends those that there are."""
+        self._server = urlsplit(server_url)
+
     def heal(self) -> None:
         self.set(Mode.PASS)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import resource
+import signal
 import subprocess
 from pathlib import Path
 from types import TracebackType
@@ -57,6 +58,10 @@ class OwnRedis:
         assert self._process is not None
         self._process.kill()
         self._process.wait(10)
+
+    def signal(self, sig: signal.Signals) -> None:
+        assert self._process is not None
+        self._process.send_signal(sig)
 
     def limit_memory(self, num_bytes: int) -> None:
         with redis.Redis.from_url(self.url) as client:

@@ -30,6 +30,13 @@ class Sequence:
         self.num_tokens += num_ids
         return self.chunks[-1]
 
+    def rewrite(self, num_chunks: int) -> bytes:
+        """Redis has lost the last chunks, and the worker writes their tokens again, with one more, in one chunk."""
+        before = self.num_tokens
+        for _ in range(min(num_chunks, len(self.chunks))):
+            self.num_tokens -= len(decode_as(TokenChunk, self.chunks.pop()).ids)
+        return self.commit(before - self.num_tokens + 1)
+
     async def sequence(self, sid: str) -> SequenceRecord:
         state = "done" if self.outcome else "placed"
         record = SequenceRecord(state, 1, "w", "g", 1, self.num_tokens, 0, 3, self.outcome)
@@ -55,7 +62,7 @@ def ids_of(events: list[Event]) -> list[int]:
 
 
 OPERATIONS = st.lists(
-    st.sampled_from(["deliver", "deliver", "lose", "repeat", "restart", "take", "take", "end"]), max_size=40
+    st.sampled_from(["deliver", "deliver", "lose", "repeat", "restart", "take", "take", "end", "forget"]), max_size=40
 )
 
 
@@ -76,6 +83,10 @@ def test_each_token_comes_once_and_in_order(operations: list[str], sizes: list[i
             request.fall_behind()
         elif operation == "repeat" and sequence.chunks:
             request.arrive(0, False, sequence.chunks[size % len(sequence.chunks)])
+        elif operation == "forget" and not sequence.outcome:
+            chunk = sequence.rewrite(size)
+            if size > 1:
+                request.arrive(0, False, chunk)
         elif not sequence.outcome and operation in ("deliver", "lose", "end"):
             chunk = sequence.commit(size)
             if operation != "lose":
@@ -85,8 +96,8 @@ def test_each_token_comes_once_and_in_order(operations: list[str], sizes: list[i
                 request.arrive(0, True, sequence.outcome)
         assert request.num_bytes <= MAX_QUEUED_BYTES
     request.fall_behind()
-    seen += take(request, sequence)
-    seen += take(request, sequence)
+    for _ in range(4):
+        seen += take(request, sequence)
     assert ids_of(seen) == list(range(len(ids_of(seen))))
     assert len(ids_of(seen)) <= sequence.num_tokens
     if not arrives_in_between or sequence.outcome:
@@ -102,6 +113,18 @@ def test_a_gap_is_filled_from_the_log() -> None:
     request.arrive(0, False, sequence.commit(1))
     assert take(request, sequence) == []
     assert ids_of(take(request, sequence)) == [0, 1, 2]
+
+
+def test_a_log_that_was_written_again_in_other_chunks_goes_on_where_it_was() -> None:
+    request, sequence = a_request(), Sequence()
+    for _ in range(3):
+        request.arrive(0, False, sequence.commit(2))
+    assert ids_of(take(request, sequence)) == [0, 1, 2, 3, 4, 5]
+    sequence.rewrite(2)  # of which the gateway hears nothing, since it is another incarnation by then
+    sequence.commit(2)
+    request.fall_behind()
+    assert take(request, sequence) == []
+    assert ids_of(take(request, sequence)) == [6, 7, 8]
 
 
 def test_what_arrives_while_the_log_is_read_is_kept() -> None:
@@ -132,7 +155,8 @@ def test_a_log_shorter_than_what_was_announced_is_a_loss() -> None:
     sequence.commit(2)
     request.arrive(0, False, sequence.commit(1))
     sequence.chunks.pop()
-    take(request, sequence)
+    for _ in range(2):  # the second time it is read from its beginning
+        assert take(request, sequence) in ([], [(0, TokenChunk(first=0, ids=(0, 1)))])
     with pytest.raises(RequestLost):
         take(request, sequence)
 
