@@ -51,6 +51,8 @@ def error_response(error: ApiError) -> web.Response:
         headers |= rate_limit_headers(error.admission)
     if error.status == 401:
         headers["WWW-Authenticate"] = "Bearer"
+    if error.status == 409:
+        headers["X-Should-Retry"] = "false"  # OpenAI's client would, and so generate anew what another connection has
     return json_response(error_body(error), error.status, headers)
 
 

@@ -220,6 +220,7 @@ async def test_a_response_that_moved_elsewhere_ends_with_an_error_that_says_so(s
         text = await response.text()
     await moving
     assert response.status == (200 if streamed else 409)
+    assert streamed or response.headers["X-Should-Retry"] == "false"
     assert "[DONE]" not in text
     assert json.loads(text.rpartition("data: ")[2])["error"]["code"] == "stream_moved"
     assert served.service.inflight.requests == []

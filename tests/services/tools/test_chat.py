@@ -44,6 +44,7 @@ class Server:
     async def _serve(self) -> None:
         app = web.Application()
         app.add_routes([web.get("/v1/models", self._models), web.post("/v1/chat/completions", self._chat)])
+        app.add_routes([web.get("/v1/streams/{rid}", self._stream)])
         runner = web.AppRunner(app, handler_cancellation=True)
         await runner.setup()
         site = web.TCPSite(runner, "127.0.0.1", 0)
@@ -68,6 +69,13 @@ class Server:
         except asyncio.CancelledError:
             self.hung_up.set()
             raise
+        return out
+
+    async def _stream(self, request: web.Request) -> web.StreamResponse:
+        out = web.StreamResponse()
+        await out.prepare(request)
+        place = request.headers["Last-Event-ID"]
+        await out.write(f"id: {place}1\n".encode() + event(f" goes on after {place}") + b"data: [DONE]\n\n")
         return out
 
     def close(self) -> None:
@@ -137,6 +145,18 @@ def test_an_answer_that_breaks_off_is_told_and_kept(
     shown = capsys.readouterr().out
     assert "par[the connection was lost in the middle of the answer]" in shown and "par[the worker died]" in shown
     assert server.bodies[1]["messages"][1] == {"role": "assistant", "content": "par"}
+
+
+def test_an_answer_goes_on_when_the_connection_is_lost(
+    server: Server, typed: Callable[..., None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def breaks(body: dict[str, Any], out: web.StreamResponse) -> None:
+        await out.write(b"id: rid:1\n" + event("It"))
+
+    server.reply = breaks
+    typed("hi")
+    assert chat.main(["--url", f"http://127.0.0.1:1,{server.url}", "--model", "m"]) == 0
+    assert "It goes on after rid:1\n" in capsys.readouterr().out
 
 
 def test_ctrl_c_ends_the_answer_at_the_server_too_and_the_chat_goes_on(
