@@ -30,7 +30,7 @@ NO_SCRIPT_IS_RELOADED = Cut(
 )  # fmt: skip
 NOBODY_CLAIMS = Cut("services/scheduler/service.py", function="SchedulerService.claim", body="return")
 ADMISSION_IS_NOT_REPEATED = Cut(
-    "services/gateway/inflight.py", old="                except LOST as e:\n                    is_first = False\n",
+    "services/gateway/admitting.py", old="                except LOST as e:\n                    is_first = False\n",
     body="                except LOST as e:\n                    raise TimeoutError from e\n",
 )  # fmt: skip
 WORKERS_KEEP_WHAT_THEY_RAN = Cut("services/gpu_worker/service.py", function="WorkerService._end", body="return")

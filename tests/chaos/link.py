@@ -109,7 +109,7 @@ class Link:
         connection = _Connection([writer])
         self._connections.add(connection)
         try:
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError, asyncio.CancelledError):  # cancelled: the link is closed
                 server_reader, server_writer = await self._connect()
                 connection.writers.append(server_writer)
                 await asyncio.gather(
@@ -118,6 +118,9 @@ class Link:
                 )
         finally:
             connection.abort()
+            for end in connection.writers:
+                with contextlib.suppress(OSError, asyncio.CancelledError):
+                    await end.wait_closed()
             self._connections.discard(connection)
             self._tasks.discard(task)
 

@@ -25,6 +25,7 @@ from tests.chaos import checker
 from tests.chaos.faults import Faults
 from tests.chaos.play import ChaosStack
 from tests.chaos.schedule import Fault, faults
+from tests.e2e.balanced import BalancedClient
 from tests.e2e.clients import Answer, Client, Json
 from tests.e2e.load import SLOW, mixed
 from tests.e2e.own_redis import OwnRedis
@@ -152,29 +153,37 @@ class RandomRun:
             name = rng.choice(NAMES)
             async with closing(Client(f"http://127.0.0.1:{gateway.port}", ANSWER_TIMEOUT_S)) as client:
                 requests = zip(mixed(name, self._num_tokens), undisturbed[name], strict=True)
-                asking = [self._judged(client, gateway, body, same, stack) for body, same in requests]
+                asking = [self._judged(client, gateway, body, same, stack, place) for body, same in requests]
                 leaver = client.begin(mixed(name, 10 * self._num_tokens)[0])
                 asyncio.get_running_loop().call_later(rng.uniform(0, 1.0), leaver.cancel)
                 self.report.answers.update(await asyncio.gather(*asking))
 
-    async def _judged(self, client: Client, gateway: Process, body: Json, same: Answer, stack: ChaosStack) -> str:
-        answer = await client.ask(body)
-        if answer.status == 0 or answer.broken:
+    async def _judged(
+        self, client: Client, gateway: Process, body: Json, same: Answer, stack: ChaosStack, place: int
+    ) -> str:
+        """Half of the clients come back at any gateway, and must get all; the others lose what their gateway had."""
+        comes_back = place >= 2
+        with checker.invariant("I2"):
+            answer = await (
+                BalancedClient(client, lambda: listening(stack)).ask(body) if comes_back else client.ask(body)
+            )
+        if answer.broken:
             await asyncio.sleep(0.1)  # until its end is seen
         ended = gateway.expected_to_end or gateway.popen.poll() is not None
         try:
-            verdict = judge(answer, same, ended)
+            if answer.status == 0:
+                return "not connected"  # nothing was promised
+            verdict = checker.judge(answer, same, may_break=ended and not comes_back, may_be_refused=True)
             if verdict == "whole":
                 self.report.longest_pause_s = max(self.report.longest_pause_s, answer.longest_pause_s())
                 with contextlib.suppress(redis.RedisError):  # it may be away
                     await asyncio.to_thread(checker.check_record, stack, answer)
-            return verdict
         except AssertionError as e:
             e.add_note(f"gateway {gateway.log.name}, request {body}, answer {answer}")
             raise
+        return verdict + (", with gateways that come and go" if comes_back else "")
 
 
-def judge(answer: Answer, same: Answer, gateway_ended: bool) -> str:
-    if answer.status == 0:
-        return "not connected"  # nothing was promised
-    return checker.judge(answer, same, may_break=gateway_ended, may_be_refused=True)
+def listening(stack: ChaosStack) -> list[str]:
+    living = [g for g in stack.processes("gateway") if g.popen.poll() is None and g.port]
+    return [f"http://127.0.0.1:{g.port}" for g in living]
