@@ -17,13 +17,14 @@ SMALL = {"scripted_step_ms": 0.1, "scripted_num_blocks": 512, "max_model_len": 1
 
 async def fuzz(stack: Stack, folder: Path, seed: int, num_examples: int, timeout_s: float) -> str:
     """schemathesis' report; AssertionError with it if anything was found."""
+    env = os.environ | {"SCHEMATHESIS_HOOKS": str(CHECKS), "PYTHONPATH": str(CHECKS.parents[2])}
     program = await asyncio.create_subprocess_exec(
         str(Path(sys.executable).with_name("schemathesis")), "run", stack.url + "/openapi.json",
         "--checks", "all", "--exclude-checks", "positive_data_acceptance",  # there is a narrower one in CHECKS
         "--phases", "examples,coverage,fuzzing", "--max-examples", str(num_examples), "--seed", str(seed),
         "--continue-on-failure", "--generation-database", "none", "--request-timeout", "30", "--no-color",
         "--output-sanitize", "false",
-        cwd=folder, env=os.environ | {"SCHEMATHESIS_HOOKS": str(CHECKS)}, stdin=asyncio.subprocess.DEVNULL,
+        cwd=folder, env=env, stdin=asyncio.subprocess.DEVNULL,
         stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT,
     )  # fmt: skip
     try:
