@@ -23,7 +23,7 @@ WHEELS := $(if $(wildcard wheels/*.whl),--find-links wheels)
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check $(WHEELS)
 PYTEST := $(BIN)/python -m pytest -q -n 2 --dist loadfile
 
-.PHONY: help serve test test-slow chaos lint format docs size bench wheels secrets clean
+.PHONY: help serve test test-slow chaos soak lint format docs size bench wheels secrets clean
 
 help:
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 20
@@ -43,6 +43,9 @@ test-slow: $(VENV)/.dev ## run the tests that take long
 chaos: $(VENV)/.dev ## faults at random under load (MINUTES=20 SEED=1; a seed repeats its schedule)
 	$(BIN)/headrace fetch
 	$(BIN)/python -m tests.chaos --minutes $(MINUTES) --seed $(SEED) $(ARGS)
+
+soak: $(VENV)/.dev ## half an hour of mixed load (MINUTES=30), and what grows meanwhile
+	MINUTES=$(or $(MINUTES),30) $(BIN)/python -m tests.bench.soak
 
 lint: $(VENV)/.dev ## check style and types
 	$(BIN)/ruff check
