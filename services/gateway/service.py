@@ -72,6 +72,7 @@ class GatewayService:
         self.metrics = GatewayMetrics()
         self.intake = Intake(tokenizer, common.served_name, self.fleet, own.max_num_choices)
         self.guard = Guard(limits.send_timeout_s, max_connections(limits.max_connections))
+        self._drawn_secret = b""
         self.listening = asyncio.Event()
         self.port = 0
 
@@ -136,11 +137,15 @@ class GatewayService:
         """The configured one; else one drawn once for all gateways of the model, so that they share cached prefixes."""
         if self._common.secret:
             return self._common.secret.encode()
-        key = self._scripts.key("secret")
-        await self._redis.set(key, secrets.token_bytes(32), nx=True)
-        secret = await self._redis.get(key)
+        await self._share_secret(secrets.token_bytes(32))
+        secret = await self._redis.get(self._scripts.key("secret"))
         assert isinstance(secret, bytes)
+        self._drawn_secret = secret
         return secret
+
+    async def _share_secret(self, secret: bytes) -> None:
+        """Where there is none yet, or none any more."""
+        await self._redis.set(self._scripts.key("secret"), secret, nx=True)
 
     async def _listen(self, runner: Runner) -> None:
         host, port = self._own.host, self._own.port
@@ -160,6 +165,8 @@ class GatewayService:
             self._redis, self._scripts.prefix, "gateway", self.inflight.incarnation, self.metrics.registry
         )
         await in_time(publishing)
+        if self._common.volatile and self._drawn_secret:
+            await in_time(self._share_secret(self._drawn_secret))
 
     def _observe(self) -> None:
         self.metrics.open_requests.set(len(self.inflight.requests))

@@ -20,12 +20,14 @@ async def test_gateways_put_back_what_they_answer(
             answering = connect(stack.url_of(0)).begin_all(mixed("load"))
             long = connect(stack.url_of(1)).begin_all([plain(f"long {i}", 120, **USAGE) for i in range(4)])
             await wait_until(lambda: sum(s.num_tokens > 3 for s in stack.state.running()) > 15)
+            secret = stack.state.redis.get(stack.state.key("secret"))
             server.kill()
             server.start()
             check_same(await answering, undisturbed)
             for i, answer in enumerate(await long):
                 answer.check()
                 assert answer.text == words(f"long {i}", 120)
+            await wait_until(lambda: stack.state.redis.get(stack.state.key("secret")) == secret)
             assert "NOGROUP" not in "".join(p.text() for p in stack.lives)
             assert max(p.text().count("Redis is away") for p in stack.lives) < 10, "somebody loops on an error"
 
