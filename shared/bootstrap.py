@@ -39,6 +39,8 @@ def start(name: str, service: Service) -> int:
     assert isinstance(common, CommonSettings)
     logs.set_up(name, common.log_level, common.log_format, settings.secret_values(*sections))
     crash_points.arm(common.crash_at)
+    if common.redis_is_open:
+        log.warning("Redis is used without a password over a network: whoever reaches it can do all that services do")
     for section in sections:
         log.debug("%s", settings.describe(section))
     try:

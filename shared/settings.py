@@ -103,6 +103,13 @@ class CommonSettings(Section):
         return self.redis_url + (("&" if "?" in self.redis_url else "?") + query if query else "")
 
     @property
+    def redis_is_open(self) -> bool:
+        """Whoever reaches its address may write there: it is on a network, and asks for no password."""
+        parts = urllib.parse.urlsplit(self.redis_url)
+        with_certificate = "ssl_certfile" in self.redis_address
+        return bool(parts.hostname) and not (parts.password or with_certificate or is_loopback(parts.hostname or ""))
+
+    @property
     def served_name(self) -> str:
         """The model's name for clients and in Redis keys; the same in every service, loaded or not."""
         if self.served_model_name:

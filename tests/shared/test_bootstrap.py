@@ -23,6 +23,18 @@ def logging_as_before() -> Iterator[None]:
     logging.captureWarnings(False)
 
 
+def test_a_redis_that_is_open_to_others_is_warned_of(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def serve(stop: Stop, common: CommonSettings, own: SchedulerSettings) -> int:
+        return 0
+
+    for url, warns in (("redis://db/0", True), ("redis://scheduler:x@db/0", False)):
+        monkeypatch.setenv("HEADRACE_REDIS_URL", url)
+        assert bootstrap.start("scheduler", serve) == 0
+        assert ("without a password" in capsys.readouterr().err) == warns
+
+
 @pytest.mark.parametrize(
     "error, status",
     [

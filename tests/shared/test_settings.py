@@ -114,6 +114,18 @@ def test_the_served_name_is_derived_from_the_model(model: str, name: str) -> Non
     assert load(CommonSettings, {"HEADRACE_MODEL": model, "HEADRACE_SERVED_MODEL_NAME": "x"}).served_name == "x"
 
 
+@pytest.mark.parametrize(
+    ("url", "is_open"),
+    [
+        ("redis://db:6379/0", True), ("redis://192.0.2.1", True), ("rediss://db/0", True),
+        ("redis://gateway:x@db:6379/0", False), ("redis://127.0.0.1:6379/0", False), ("redis://[::1]", False),
+        ("redis://localhost/0", False), ("unix:///run/redis.sock", False), ("rediss://db/0?ssl_certfile=c.pem", False),
+    ],
+)  # fmt: skip
+def test_a_redis_on_a_network_without_a_password_is_open(url: str, is_open: bool) -> None:
+    assert load(CommonSettings, {"HEADRACE_REDIS_URL": url}).redis_is_open == is_open
+
+
 def test_secrets_are_in_no_repr_and_no_start_up_line() -> None:
     environ = {"HEADRACE_REDIS_URL": "redis://:hunter2@host/0", "HEADRACE_SECRET": "salt", "HEADRACE_API_KEYS": "k1,k2"}
     common, gateway = load(CommonSettings, environ), load(GatewaySettings, environ)
