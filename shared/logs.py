@@ -6,6 +6,7 @@ Prompts and outputs are not logged by anybody. A traceback in the text format fo
 
 from __future__ import annotations
 
+import codecs
 import json
 import logging
 import sys
@@ -13,6 +14,7 @@ import time
 from collections.abc import Iterable
 from typing import Literal, Protocol
 
+codecs.lookup("unicode_escape")  # loads it now: where no file can be opened any more, that is to be logged
 MAX_VALUE_CHARS = 500
 MAX_LINE_CHARS = 4000
 MAX_TRACEBACK_CHARS = 20_000

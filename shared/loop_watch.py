@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 
 STALL_S = 0.5  # a turn that takes longer is worth a line in the log
 LOOK_S = 0.5
-MAX_FRAMES = 12
+MAX_FRAMES = 8  # the innermost: a log line is short
 
 
 class _WatchedSelector(selectors.DefaultSelector):
@@ -83,8 +83,9 @@ class WatchedLoop(asyncio.SelectorEventLoop):
     def _tell(self, ident: int, seconds: float) -> None:
         self.num_stalls += 1
         frame = sys._current_frames().get(ident)
-        stack = traceback.format_stack(frame)[-MAX_FRAMES:] if frame is not None else []
-        log.warning("the event loop has been blocked for %.1f s, by\n%s", seconds, "".join(stack).rstrip())
+        frames = reversed(traceback.extract_stack(frame, None)[-MAX_FRAMES:]) if frame is not None else ()
+        stack = " < ".join(f"{f.name} ({'/'.join(f.filename.split('/')[-2:])}:{f.lineno})" for f in frames)
+        log.warning("the event loop has been blocked for %.1f s by %s", seconds, stack)
 
 
 def lag_s() -> tuple[float, int]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import os
 import resource
 import socket
 from dataclasses import dataclass
@@ -26,8 +27,12 @@ LINGER_S = 2.0  # how long the rest of a refused body is read, so that the clien
 SEND_BUFFER_BYTES = 128 * 1024  # what the kernel holds for a client that does not read; left alone it takes megabytes
 MAX_HEADER_BYTES = 8190
 MAX_HEADERS = 100
-RESERVED_FILES = 32  # descriptors that are no client's
+RESERVED_FILES = 48  # descriptors that are no client's
 MAX_FILES = 1 << 16
+BACKLOG = 1024
+# So many connections asyncio accepts before one of them can be refused; and where no descriptor is left, it fails, logs
+# and tries again as many times in a row.
+ACCEPTS_AT_ONCE = 8
 SERVER_NAME = "headrace"
 _TOO_MANY_BODY = json.dumps(
     error_body(ApiError(503, "too many connections are open", code="too_many_connections"))
@@ -69,6 +74,15 @@ def max_connections(asked: int) -> int:
     files = MAX_FILES if soft == resource.RLIM_INFINITY else soft
     allowed = max(1, files - max(RESERVED_FILES, files // 8))
     return min(asked or allowed, allowed)
+
+
+def widen_backlogs(runner: web.AppRunner) -> None:
+    """Lets more connections wait in the kernel than asyncio accepts at once."""
+    for site in runner.sites:
+        server = getattr(site, "_server", None)
+        for listening in server.sockets if server is not None else ():
+            with socket.socket(fileno=os.dup(listening.fileno())) as same:
+                same.listen(BACKLOG)
 
 
 class _Refused(asyncio.Protocol):

@@ -20,7 +20,7 @@ from services.gateway.app import make_app
 from services.gateway.body import Bodies
 from services.gateway.completions import CompletionRoutes
 from services.gateway.fleet import Fleet
-from services.gateway.http_server import Guard, Runner, max_connections
+from services.gateway.http_server import ACCEPTS_AT_ONCE, Guard, Runner, max_connections, widen_backlogs
 from services.gateway.inflight import Inflight
 from services.gateway.intake import Intake
 from services.gateway.metrics_defs import GatewayMetrics
@@ -150,7 +150,8 @@ class GatewayService:
     async def _listen(self, runner: Runner) -> None:
         host, port = self._own.host, self._own.port
         with _listening(host, port):
-            await web.TCPSite(runner, host, port, backlog=1024).start()
+            await web.TCPSite(runner, host, port, backlog=ACCEPTS_AT_ONCE).start()
+        widen_backlogs(runner)
         self.port = int(runner.addresses[0][1])
         self.listening.set()
         log.info("listening on %s port %d", host, self.port)

@@ -47,7 +47,7 @@ async def test_a_connection_too_many_is_told_so_and_others_go_on(serve_with: Ser
 @pytest.mark.parametrize(
     ("soft", "hard", "asked", "allowed", "raised"),
     [
-        (64, 64, 0, 32, None),
+        (64, 64, 0, 16, None),
         (1024, 4096, 0, 3584, 4096),
         (1024, resource.RLIM_INFINITY, 0, MAX_FILES * 7 // 8, MAX_FILES),
         (resource.RLIM_INFINITY, resource.RLIM_INFINITY, 100, 100, None),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import logging
+import subprocess
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -87,3 +88,9 @@ def test_set_up_replaces_other_handlers_and_keeps_the_level(root_logger: logging
     logging.getLogger("a").info("quiet")
     logging.getLogger("a").warning("key %s", KEY)
     assert stream.getvalue().endswith("WARNING a: key ***\n") and len(root_logger.handlers) == 1
+
+
+def test_escaping_needs_no_file_that_is_not_loaded() -> None:
+    """A process without a free file descriptor logs that it has none."""
+    code = "import sys, shared.logs; sys.exit('encodings.unicode_escape' not in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
