@@ -117,14 +117,19 @@ class PipelineMachine(RuleBasedStateMachine):
                 world.submit((gateway + i) % 2, (*PREFIXES[0][:length], ord("0") + i % 2), 1, sampling)
 
     @precondition(lambda self: self.world.clients)
-    @rule(number=st.integers(0, 99), what=st.sampled_from(["hangs up", "attaches elsewhere", "has been forgotten"]))
-    def client(self, number: int, what: str) -> None:
+    @rule(
+        number=st.integers(0, 99), gateway=st.integers(0, 1),
+        what=st.sampled_from(["hangs up", "attaches elsewhere", "comes back", "comes back", "has been forgotten"]),
+    )  # fmt: skip
+    def client(self, number: int, gateway: int, what: str) -> None:
         rids = sorted(self.world.clients)
         rid = rids[number % len(rids)]
         with self.told() as world:
             match what:
                 case "hangs up":
                     world.hang_up(rid)
+                case "comes back":
+                    world.come_back(rid, gateway)
                 case "attaches elsewhere":
                     world.attach_elsewhere(rid)
                 case _:

@@ -319,10 +319,19 @@ class GatewayActor(Actor):
         self.steps[f"submit {rid}"] = self.world.wire.begin(f"{self.name}.submit {rid}", client.submit())
         self.reap()
 
+    def come_back(self, client: Client) -> None:
+        """Whatever this gateway knew of an earlier client of the request, it now answers this one."""
+        rid = client.wanted.rid
+        if rid in self.clients:
+            self.hang_up(rid)
+        self.clients[rid] = client
+        self.steps[f"attach {rid}"] = self.world.wire.begin(f"{self.name}.attach {rid}", client.come_back())
+        self.reap()
+
     def hang_up(self, rid: str) -> None:
         """The client's connection ends; its response's task is cancelled wherever it is."""
         self.clients[rid].leave()
-        for name in (f"submit {rid}", f"take {rid}"):
+        for name in (f"submit {rid}", f"attach {rid}", f"take {rid}"):
             step = self.steps.get(name)
             if step is not None:
                 step.tasks[0].cancel()

@@ -15,7 +15,8 @@ from tests.e2e.machine.oracle import Wanted
 
 
 class Client:
-    """end: "" while open; else refused, complete, failed, gone (by its own will or its gateway's), moved."""
+    """end: "" while open; else refused, complete, failed, gone (by its own will or its gateway's), moved,
+    forgotten."""
 
     def __init__(self, wanted: Wanted, inflight: Inflight) -> None:
         self.wanted = wanted
@@ -33,13 +34,30 @@ class Client:
     async def submit(self) -> None:
         wanted = self.wanted
         try:
-            request = await self.inflight.submit(wanted.spec, pack_ids(wanted.prompt), "owner", self._wake)
+            [request] = await self.inflight.submit([(wanted.spec, pack_ids(wanted.prompt))], "owner", self._wake)
         except TryLater:
             self.end = "refused"
             wanted.may_be_cancelled = True  # an admission that was never answered may have happened
             return
         if self.end:
             self.inflight.close(request)
+        else:
+            self.open = request
+
+    async def come_back(self) -> None:
+        """Asks for all of the answer again, where another client, or itself, has had some of it."""
+        wanted = self.wanted
+        try:
+            request = await self.inflight.attach(wanted.rid, wanted.num_choices, self._wake)
+        except TryLater:
+            self.end = "refused"
+            wanted.may_be_cancelled = True
+            return
+        except (Moved, RequestLost) as e:
+            self.end = "moved" if isinstance(e, Moved) else "forgotten"
+            return
+        if self.end:
+            self.inflight.client_left(request)
         else:
             self.open = request
 

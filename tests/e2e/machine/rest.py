@@ -18,7 +18,7 @@ def check(world: World) -> None:
     """AssertionError naming what is left."""
     for rid, client in world.clients.items():
         assert client.end, f"the client of {rid} waits"
-        assert client.end != "moved" or rid in world.elsewhere, f"{rid} moved, and nobody took it"
+        assert client.end != "moved" or rid in world.elsewhere or rid in world.returned, f"{rid}: nobody took it"
     _check_queue(world)
     for worker in world.workers:
         name = worker.incarnation

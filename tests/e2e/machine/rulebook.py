@@ -15,6 +15,7 @@ import redis
 Words = tuple[Any, ...]
 Check = Callable[[Any], None]
 FIELDS = ("state", "epoch", "worker", "gateway", "attach", "num_tokens", "outcome")
+ADMIT_ROW = 5
 COMMIT_ROW = 6
 
 
@@ -43,6 +44,7 @@ class Rulebook:
             "admit": self._admit, "commit": self._commit, "assign": self._assign, "finish": self._finish,
             "condemn": self._condemn,
             "cancel_if": self._cancel_if, "requeue": self._requeue, "attach": self._attach, "plan": self._plan,
+            "detach": self._detach,
             "take_lease": self._take_lease,
         }  # fmt: skip
 
@@ -75,10 +77,12 @@ class Rulebook:
 
     def _admit(self, words: Words) -> Check:
         """All choices or none, once."""
-        rid, num_choices, _, _, gateway = words[:5]
+        num_fields, prompts = int(words[13]), words[14 + 2 * int(words[13]) :]
+        rid, num_choices = prompts[:2]
+        assert len(prompts) == ADMIT_ROW and num_fields, "a call of one prompt"
         sids = [f"{rid}.{i}" for i in range(num_choices)]
         seen = [self._see(sid) for sid in sids]
-        new = Seen("queued", 0, "", gateway, 1)
+        new = Seen("queued", 0, "", words[2], 1)
 
         def check(reply: Any) -> None:
             status = reply[0].decode()
@@ -139,6 +143,18 @@ class Rulebook:
         if before.state == "placed" and before.epoch == int(epoch):
             return lambda reply: self._expect(sid, before, state="queued", worker="")
         return lambda reply: self._expect(sid, before)
+
+    def _detach(self, words: Words) -> Check:
+        """Who reads it by this number does not any more; nobody else is concerned."""
+        number, _, *sids = words
+        seen = {sid: self._see(sid) for sid in sids}
+
+        def check(reply: Any) -> None:
+            for sid, before in seen.items():
+                is_told = before.is_open and before.attach == int(number)
+                self._expect(sid, before, gateway="" if is_told else before.gateway)
+
+        return check
 
     def _attach(self, words: Words) -> Check:
         """A client's attach always wins; a gateway's own only while it is the reader. The number never goes down."""

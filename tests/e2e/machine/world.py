@@ -71,6 +71,7 @@ class World:
         self.requests: dict[str, Wanted] = {}
         self.clients: dict[str, Client] = {}
         self.elsewhere: dict[str, int] = {}  # rid -> attach number of those that ELSEWHERE reads
+        self.returned: set[str] = set()  # those whose client has come back
         self.num_faults = 0
         self._refreshed: dict[str, float] = {}  # lease -> when it was last taken or kept
         self._lives: dict[str, int] = {}
@@ -139,6 +140,16 @@ class World:
         attached = self.wire.ask(self.scripts.attach(rid, ELSEWHERE))
         if attached.status == "ok":
             self.elsewhere[rid] = attached.choices[0][1]
+
+    def come_back(self, rid: str, gateway: int) -> None:
+        """The client asks for all of its answer again, at this gateway."""
+        actor = self.gateways[gateway]
+        if not (actor.alive and actor.started and "leave" not in actor.steps) or f"attach {rid}" in actor.steps:
+            return
+        self.returned.add(rid)
+        self.elsewhere.pop(rid, None)
+        self.clients[rid] = client = Client(self.requests[rid], actor.inflight)
+        actor.come_back(client)
 
     def step(self, actor: Actor, loop: str, num_commands: int, fault: Fault) -> None:
         """So many commands of a loop; the last of them meets the fault. 0: to its end."""
