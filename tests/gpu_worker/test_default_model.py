@@ -10,10 +10,9 @@ from typing import Any
 import pytest
 
 from services.gpu_worker.batch import SampledToken, Sequence
-from services.gpu_worker.engine import TorchEngine
 from shared.model_source import KNOWN, default_cache_dir
+from tests.gpu_worker.any_engine import AnyEngine, engine_threads, load_native, load_torch
 from tests.gpu_worker.tiny_models import Runner, prompts
-from tests.kernels.threads import torch_threads
 
 pytestmark = [pytest.mark.model, pytest.mark.timeout(600)]
 
@@ -41,39 +40,45 @@ def model_path() -> Path:
     return found
 
 
-@pytest.fixture(scope="module")
-def engine() -> TorchEngine:
-    return TorchEngine.load(model_path(), kv_cache_bytes=1 << 30)
+@pytest.fixture(scope="module", params=[load_torch, load_native])
+def engine(request: pytest.FixtureRequest) -> AnyEngine:
+    loaded: AnyEngine = request.param(model_path(), kv_cache_bytes=1 << 30)
+    return loaded
 
 
-def test_greedy_tokens_are_llama_cpp_s(engine: TorchEngine) -> None:
+def test_greedy_tokens_are_llama_cpp_s() -> None:
     """Recorded on the file's weights in F32: llama.cpp rounds activations to 8 bits when it computes on Q4_1.
 
     Its ignore_eos bans the tokens that end a text (0 and 2), as min_tokens does here.
     """
     entries = json.loads((DATA / "llama_greedy_f32.json").read_text())
     assert len(entries) == 5
-    runner = Runner(engine)
+    runner = Runner(load_torch(model_path(), kv_cache_bytes=1 << 28))
     for entry in entries:
         sequence = runner.sequence(entry["prompt_ids"], 64, stop_token_ids=(0, 2), min_tokens=64)
         runner.run([sequence])
         assert sequence.token_ids[sequence.num_prompt_tokens :] == entry["output_ids"], entry["prompt"]
 
 
+def test_weights_take_little_more_memory_than_the_file() -> None:
+    engine = load_native(model_path(), kv_cache_bytes=1 << 20)
+    assert engine.decoder.num_weight_bytes <= 1.15 * model_path().stat().st_size
+
+
 def sequences(runner: Runner, texts: list[list[int]]) -> list[Sequence]:
     return [runner.sequence(p, NUM_OUTPUT, i % 3, **CONTROLS[i % 4]) for i, p in enumerate(texts)]
 
 
-def run(engine: TorchEngine, texts: list[list[int]], chunk: int, threads: int, seed: int) -> list[list[SampledToken]]:
+def run(engine: AnyEngine, texts: list[list[int]], chunk: int, threads: int, seed: int) -> list[list[SampledToken]]:
     runner = Runner(engine, seed)
-    with torch_threads(threads):
+    with engine_threads(engine, threads):
         return runner.run(sequences(runner, texts), chunk)
 
 
 @pytest.fixture(scope="module")
-def alone(engine: TorchEngine) -> list[list[SampledToken]]:
+def alone(engine: AnyEngine) -> list[list[SampledToken]]:
     results = []
-    with torch_threads(1):
+    with engine_threads(engine, 1):
         for i in range(len(PROMPTS)):
             runner = Runner(engine, seed=i)
             results += runner.run([sequences(runner, PROMPTS[: i + 1])[i]])
@@ -81,25 +86,25 @@ def alone(engine: TorchEngine) -> list[list[SampledToken]]:
 
 
 @pytest.mark.parametrize(("batch", "threads"), [(2, 1), (3, 2), (5, 1), (5, 2), (16, 2), (33, 1), (33, 2)])
-def test_batches(engine: TorchEngine, alone: list[list[SampledToken]], batch: int, threads: int) -> None:
+def test_batches(engine: AnyEngine, alone: list[list[SampledToken]], batch: int, threads: int) -> None:
     assert run(engine, PROMPTS[:batch], 512, threads, batch) == alone[:batch]
 
 
-def test_prefill_chunks(engine: TorchEngine) -> None:
+def test_prefill_chunks(engine: AnyEngine) -> None:
     whole = run(engine, LONG, 1000, 1, 0)
-    for chunk, threads in ((16, 2), (64, 2), (64, 1), (512, 2)):
+    for chunk, threads in ((16, 2), (64, 2), (64, 1), (100, 2), (512, 2)):
         assert run(engine, LONG, chunk, threads, chunk) == whole, (chunk, threads)
 
 
-def test_after_a_cache_hit(engine: TorchEngine) -> None:
+def test_after_a_cache_hit(engine: AnyEngine) -> None:
     runner = Runner(engine)
     first = sequences(runner, LONG[:2])
-    with torch_threads(2):
+    with engine_threads(engine, 2):
         want = runner.run(first, 64)
     for i, other in enumerate(first):
         cached = (other.num_prompt_tokens - 1) // 16 * 16
         again = runner.sequence(LONG[i], NUM_OUTPUT, i % 3, **CONTROLS[i % 4])
         again.block_ids[: cached // 16] = other.block_ids[: cached // 16]
         again.num_computed = cached
-        with torch_threads(1):
+        with engine_threads(engine, 1):
             assert runner.run([again]) == [want[i]]
