@@ -146,7 +146,7 @@ def _tiles(values: torch.Tensor) -> torch.Tensor:
 def _planes(vectors: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The low and the high plane of uint8 [tile, group, 8, 64]."""
     if bits == 8:
-        return vectors, None
+        return vectors ^ 128, None  # q + 128
     if bits <= 3:
         low = _two_bits(vectors)
         return low, _one_bit(vectors, 2) if bits == 3 else None

@@ -113,6 +113,28 @@ static void find_tile(const struct model *m, const struct layer *l, const int32_
     }
 }
 
+/* Blocks lie scattered, so the hardware does not foresee them: the values of this tile and the keys of the next. */
+static void prefetch(const void *start, int64_t bytes) {
+    for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch((const char *)start + i);
+}
+
+static void prefetch_tile(const struct model *m, const struct layer *l, const int32_t *blocks, int first, int end,
+                          int kv_head) {
+    int size = m->block_size, dim = m->head_dim, values_end = first + TILE < end ? first + TILE : end;
+    int keys_end = first + 2 * TILE < end ? first + 2 * TILE : end;
+    int64_t padded = up_to(dim, 16);
+    for (int start = first; start < values_end; start += size - start % size) {
+        int64_t head = (int64_t)blocks[start / size] * m->num_kv_heads + kv_head;
+        int slot = start % size, count = values_end - start < size - slot ? values_end - start : size - slot;
+        prefetch(l->v_cache + (head * size + slot) * padded, count * padded * 2);
+    }
+    for (int start = first % SPLIT ? first + TILE : first; start < keys_end; start += size - start % size) {
+        int64_t head = (int64_t)blocks[start / size] * m->num_kv_heads + kv_head;
+        int slot = start % size, count = size - slot < 2 * TILE ? size - slot : 2 * TILE;
+        prefetch(l->k_cache + (head * size + slot) * dim, (int64_t)count * dim * 2);
+    }
+}
+
 /* The same for up to MAX_ROWS_TOGETHER query rows; visible[r] keys of the tile count for row r. */
 INLINE void tile_rows(const struct tile_keys *keys, const uint16_t *const *values, int count, const float *q,
                       const int *visible, int dim, int rows, struct gathered *g, float *out) {
@@ -165,6 +187,7 @@ static void attend_split(const struct model *m, const struct layer *l, const int
         int count = end - start < TILE ? end - start : TILE, visible[MAX_ROWS_TOGETHER];
         struct tile_keys keys;
         const uint16_t *values[TILE];
+        prefetch_tile(m, l, blocks, start, end, kv_head);
         find_tile(m, l, blocks, start, count, kv_head, copy, &keys, values);
         for (int i = 0; i < num_queries;) {
             if (positions[i] < start) { /* nothing to see: such a row would not even have started the split */

@@ -52,6 +52,18 @@ static void norm(struct decoder *d, const float *weight, const struct linear *ne
     }
 }
 
+INLINE void put_tile(const float *out, const float *bias, float *to, int width, int add) {
+    if (width < TILE_ROWS) {
+        for (int c = 0; c < width; c++) to[c] = (add ? to[c] : 0.0f) + (bias ? out[c] + bias[c] : out[c]);
+        return;
+    }
+    for (int c = 0; c < TILE_ROWS; c += VL) {
+        vf value = vf_load(out + c);
+        if (bias) value = vf_add(value, vf_load(bias + c));
+        vf_store(to + c, add ? vf_add(vf_load(to + c), value) : value);
+    }
+}
+
 /* One tile of a linear's outputs for all rows: stored, or added to what is there. */
 static void linear_tile(const struct linear *l, int tile, const struct rows *x, int first, int count, float *y,
                         int64_t stride, int add) {
@@ -65,13 +77,8 @@ static void linear_tile(const struct linear *l, int tile, const struct rows *x, 
     int left = w->rows - tile * TILE_ROWS, width = left < TILE_ROWS ? left : TILE_ROWS;
     product(w, tile, x, first, count, out);
     offset += tile * TILE_ROWS;
-    for (int i = 0; i < count; i++) {
-        float *to = y + (first + i) * stride + offset;
-        for (int c = 0; c < width; c++) {
-            float value = out[i][c] + (l->bias ? l->bias[offset + c] : 0.0f);
-            to[c] = add ? to[c] + value : value;
-        }
-    }
+    const float *bias = l->bias ? l->bias + offset : NULL;
+    for (int i = 0; i < count; i++) put_tile(out[i], bias, y + (first + i) * stride + offset, width, add);
 }
 
 static void linear_piece(const struct decoder *d, const struct linear *l, int piece, const struct rows *x, int rows,
@@ -84,40 +91,45 @@ static void linear_piece(const struct decoder *d, const struct linear *l, int pi
     }
 }
 
-static void add_bias(float (*out)[2 * TILE_ROWS], const float *bias, int count, int width) {
+static void add_bias(float (*out)[TILE_ROWS], const float *bias, int count, int columns) {
     for (int i = 0; i < count; i++)
-        for (int c = 0; c < width; c++) out[i][c] += bias[c];
+        for (int c = 0; c < TILE_ROWS && c < columns; c++) out[i][c] += bias[c];
 }
 
 /* GROUP columns of the gate and of up, multiplied and quantised. */
 static void gate_up_unit(const struct decoder *d, const struct layer *l, int unit, int row, int count) {
-    float gate[MAX_BLOCK_ROWS][2 * TILE_ROWS] = {0}, up[MAX_BLOCK_ROWS][2 * TILE_ROWS] = {0};
-    float tile_out[MAX_BLOCK_ROWS][TILE_ROWS];
+    float gate[2][MAX_BLOCK_ROWS][TILE_ROWS], up[2][MAX_BLOCK_ROWS][TILE_ROWS]; /* of each half */
     int left = d->m->intermediate_size - unit * GROUP, width = left < GROUP ? left : GROUP;
-    for (int half = 0; half * TILE_ROWS < width; half++) {
-        for (int which = 0; which < 2; which++) {
-            const struct matrix *w = which ? &l->up.parts[0] : &l->gate.parts[0];
-            product(w, 2 * unit + half, &d->normed, row, count, tile_out);
-            for (int i = 0; i < count; i++)
-                memcpy((which ? up : gate)[i] + half * TILE_ROWS, tile_out[i], sizeof tile_out[i]);
+    for (int half = 0; half < 2; half++) {
+        int columns = width - half * TILE_ROWS; /* of this half */
+        if (columns <= 0) {
+            memset(gate[half], 0, sizeof gate[half]);
+            memset(up[half], 0, sizeof up[half]);
+            continue;
         }
+        int first = unit * GROUP + half * TILE_ROWS;
+        product(&l->gate.parts[0], 2 * unit + half, &d->normed, row, count, gate[half]);
+        product(&l->up.parts[0], 2 * unit + half, &d->normed, row, count, up[half]);
+        if (l->gate.bias) add_bias(gate[half], l->gate.bias + first, count, columns);
+        if (l->up.bias) add_bias(up[half], l->up.bias + first, count, columns);
     }
-    if (l->gate.bias) add_bias(gate, l->gate.bias + unit * GROUP, count, width);
-    if (l->up.bias) add_bias(up, l->up.bias + unit * GROUP, count, width);
+    int quantises = !is_dense(&l->down.parts[0]);
     for (int i = 0; i < count; i++) {
-        float *to = d->gated.x + (row + i) * d->gated.stride + unit * GROUP;
-        silu_mul_row(gate[i], up[i], to, GROUP);
-        if (!is_dense(&l->down.parts[0])) quantize_group(to, &d->gated, row + i, unit);
+        float own[GROUP], *to = quantises ? own : d->gated.x + (row + i) * d->gated.stride + unit * GROUP;
+        for (int half = 0; half < 2; half++)
+            silu_mul_row(gate[half][i], up[half][i], to + half * TILE_ROWS, TILE_ROWS);
+        if (quantises) quantize_group(to, &d->gated, row + i, unit);
     }
 }
 
-static void gate_up_piece(const struct decoder *d, const struct layer *l, int piece) {
-    int first = piece * d->tiles_a_piece, end = first + d->tiles_a_piece;
-    int units = (d->m->intermediate_size + GROUP - 1) / GROUP, rows = d->step->num_rows;
-    if (end > units) end = units;
+/* A piece is one unit for all rows: four tiles, which stay in the nearest cache. */
+static int num_units(const struct decoder *d) { return (d->m->intermediate_size + GROUP - 1) / GROUP; }
+
+static void gate_up_piece(const struct decoder *d, const struct layer *l, int unit) {
+    int rows = d->step->num_rows;
     for (int row = 0; row < rows; row += MAX_BLOCK_ROWS) {
         int count = rows - row < MAX_BLOCK_ROWS ? rows - row : MAX_BLOCK_ROWS;
-        for (int unit = first; unit < end; unit++) gate_up_unit(d, l, unit, row, count);
+        gate_up_unit(d, l, unit, row, count);
     }
 }
 
@@ -192,7 +204,7 @@ static int prepare(void *context, int phase) {
         case QKV: return cut_tiles(d, linear_tiles(&l->qkv));
         case ATTEND: return d->num_items * m->num_kv_heads;
         case OUT: quantize_mixed(d, l); return cut_tiles(d, linear_tiles(&l->out));
-        case GATE_UP: return cut_tiles(d, (m->intermediate_size + GROUP - 1) / GROUP);
+        case GATE_UP: return num_units(d);
         case DOWN: return cut_tiles(d, linear_tiles(&l->down));
         default: return share_rows(d, phase, rows);
     }

@@ -9,11 +9,6 @@ struct item { /* query rows of one span that one piece of attention takes */
     int32_t span, first, count;
 };
 
-struct best {
-    float value;
-    int32_t id; /* -1: not finite */
-};
-
 struct decoder {
     const struct model *m;
     struct pool *pool;
@@ -22,7 +17,7 @@ struct decoder {
     float *x, *qkv, *q, *attend_scratch, *gate_up;
     struct rows normed, mixed, gated;
     struct item *items;
-    struct best *best; /* [piece of the head][sample] */
+    float *best;     /* [piece of the head][sample] */
     int64_t best_capacity;
     void *memory;
 };

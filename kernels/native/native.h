@@ -22,7 +22,7 @@ enum format { F32, F16, BF16, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q2_K, Q3_K, Q4_K, Q5
      nibbles  4 vectors: vector v has v in its low nibbles, v + 4 in its high ones
      2 bits   2 vectors: vector v has 4 v + i in bits 2 i and 2 i + 1
      1 bit    1 vector: v in bit v
-     bytes    8 vectors, signed
+     bytes    8 vectors, of q + 128
    codes is nibbles (4, 5 and 6 bits), 2 bits (2 and 3) or bytes (8); high is the bits above it (5, 6 and 3 bits).
    Scales are [tile][group or half group or super group][16]. */
 struct matrix {

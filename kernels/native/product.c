@@ -20,7 +20,7 @@ struct type {
 };
 static const struct type types[] = {
     [Q4_0] = {4, BY_GROUP_CENTRED, 8}, [Q4_1] = {4, BY_GROUP, 0},         [Q5_0] = {5, BY_GROUP_CENTRED, 16},
-    [Q5_1] = {5, BY_GROUP, 0},         [Q8_0] = {8, BY_GROUP_CENTRED, 0}, [Q2_K] = {2, BY_HALF_GROUP, 0},
+    [Q5_1] = {5, BY_GROUP, 0},         [Q8_0] = {8, BY_GROUP_CENTRED, BYTES_CENTRE}, [Q2_K] = {2, BY_HALF_GROUP, 0},
     [Q3_K] = {3, BY_HALF_CENTRED, 4},  [Q4_K] = {4, BY_SUB_GROUP, 0},     [Q5_K] = {5, BY_SUB_GROUP, 0},
     [Q6_K] = {6, BY_HALF_CENTRED, 32},
 };
@@ -38,8 +38,8 @@ INLINE void load_group(const struct matrix *w, int64_t group, int lane, int bits
         for (int v = 0; v < 8; v++) out[v] = vb_low(vb_shift(vb_load(codes + group * 128 + v / 4 * 64), v % 4 * 2), 3);
     } else {
         for (int v = 0; v < 8; v++) out[v] = vb_load(codes + group * 512 + v * 64);
-#if HAS_DOT4
-        for (int v = 0; v < 8; v++) out[v] = vb_bias(out[v]); /* to unsigned, where dot4 wants that */
+#if BYTES_CENTRE == 0
+        for (int v = 0; v < 8; v++) out[v] = vb_signed(out[v]);
 #endif
     }
     if (bits == 3 || bits == 5) {
@@ -52,14 +52,13 @@ INLINE void load_group(const struct matrix *w, int64_t group, int lane, int bits
     }
 }
 
-/* The integer products of vectors first to first + count - 1 with a row's bytes; sum is that of the row's bytes. */
-INLINE vi dot(const vi *w, const int8_t *x, int first, int count, int bits, int32_t sum) {
+/* The integer products of vectors first to first + count - 1 with a row's bytes. */
+INLINE vi dot(const vi *w, const int8_t *x, int first, int count, int bits) {
     vi total = vi_zero();
 #if HAS_DOT4
     for (int v = first; v < first + count; v++) total = dot4(total, w[v], x + 4 * v);
-    if (bits == 8) total = vi_minus_times_128(total, sum);
+    (void)bits;
 #else
-    (void)sum;
     /* As many vectors as fit in 16 bits together: 8 x 2 x 15 x 127 = 30480. */
     int run = bits <= 4 ? 8 : bits == 5 ? 4 : bits == 6 ? 2 : 1;
     for (int v = first; v < first + count; v += run) {
@@ -69,6 +68,14 @@ INLINE vi dot(const vi *w, const int8_t *x, int first, int count, int bits, int3
     }
 #endif
     return total;
+}
+
+/* The hardware's own prefetching starts anew with every tile, and a product of several rows stays long on each line. */
+#define PREFETCH_BYTES 4096
+INLINE void prefetch_group(const struct matrix *w, int64_t group, int bits) {
+    int bytes = bits <= 3 ? 128 : bits == 8 ? 512 : 256;
+    const char *codes = (const char *)w->codes + group * bytes + PREFETCH_BYTES;
+    for (int i = 0; i < bytes; i += 64) __builtin_prefetch(codes + i);
 }
 
 struct scales {
@@ -117,6 +124,7 @@ INLINE void quantised(const struct matrix *w, int tile, const struct rows *x, in
         for (int t = 0; t < count; t++) acc[t] = vf_set(0.0f);
         for (int64_t g = 0; g < groups; g++) {
             vi group[8];
+            if (lane == 0) prefetch_group(w, tile * groups + g, bits);
             load_group(w, tile * groups + g, lane, bits, group);
             struct scales scale = load_scales(w, tile * groups + g, tile * supers + g / 8, lane, kind, centre);
             for (int t = 0; t < count; t++) {
@@ -124,12 +132,12 @@ INLINE void quantised(const struct matrix *w, int tile, const struct rows *x, in
                 int64_t at = t * groups + g;
                 vf x_d = vf_set(d[at]);
                 if (!by_half) {
-                    vi n = dot(group, row_q, 0, 8, bits, bits == 8 ? sums[2 * at] + sums[2 * at + 1] : 0);
+                    vi n = dot(group, row_q, 0, 8, bits);
                     acc[t] = vf_fma(vf_mul(vf_from_int(n), scale.d[0]), x_d, acc[t]);
                     if (kind != BY_GROUP_CENTRED || centre) acc[t] = vf_fma(scale.m[0], vf_set(s[at]), acc[t]);
                 } else {
                     for (int half = 0; half < 2; half++) {
-                        vf n = vf_from_int(dot(group, row_q, 4 * half, 4, bits, 0));
+                        vf n = vf_from_int(dot(group, row_q, 4 * half, 4, bits));
                         vf sum = vf_set((float)sums[2 * at + half]);
                         acc[t] = vf_fma(vf_fma(scale.m[half], sum, vf_mul(n, scale.d[half])), x_d, acc[t]);
                     }
@@ -196,7 +204,7 @@ void product(const struct matrix *w, int tile, const struct rows *x, int row, in
 static int code_at(const struct matrix *w, int64_t group, int lane, int column) {
     const uint8_t *codes = w->codes, *high = w->high;
     int bits = types[w->format].bits, v = column / 4, byte = 4 * lane + column % 4;
-    if (bits == 8) return ((const int8_t *)codes)[group * 512 + v * 64 + byte];
+    if (bits == 8) return codes[group * 512 + v * 64 + byte] - 128 + BYTES_CENTRE;
     int q = bits <= 3 ? codes[group * 128 + v / 4 * 64 + byte] >> v % 4 * 2 & 3
                       : codes[group * 256 + v % 4 * 64 + byte] >> v / 4 * 4 & 15;
     if (bits == 3 || bits == 5) q |= (high[group * 64 + byte] >> v & 1) << (bits - 1);

@@ -31,13 +31,12 @@ void quantize_group(const float *x, const struct rows *to, int64_t row, int64_t 
     int8_t *q = to->q + row * to->columns + group * GROUP;
     int64_t at = row * (to->columns / GROUP) + group;
     for (int half = 0; half < 2; half++) {
-        vf sums[PARTS];
+        vi codes[PARTS];
         for (int i = 0; i < PARTS; i++) {
-            vf rounded = vf_round(vf_mul(values[half * PARTS + i], inverse));
-            vi_store_s8(q + (half * PARTS + i) * VL, vi_from_float(rounded));
-            sums[i] = rounded;
+            codes[i] = vi_from_float(vf_mul(values[half * PARTS + i], inverse)); /* to nearest, ties to even */
+            vi_store_s8(q + (half * PARTS + i) * VL, codes[i]);
         }
-        to->sums[2 * at + half] = (int32_t)sum16(sums); /* sums of small integers are exact */
+        to->sums[2 * at + half] = int_sum16(codes);
     }
     to->d[at] = nan ? NAN : d;
     to->s[at] = to->d[at] * (float)(to->sums[2 * at] + to->sums[2 * at + 1]);

@@ -93,15 +93,17 @@ INLINE vi vb_load(const uint8_t *p) { return _mm512_loadu_si512(p); }
 INLINE vi vb_low(vi a, int mask) { return _mm512_and_si512(a, _mm512_set1_epi8((char)mask)); }
 INLINE vi vb_shift(vi a, int right) { return right >= 0 ? _mm512_srli_epi16(a, right) : _mm512_slli_epi16(a, -right); }
 INLINE vi vb_or(vi a, vi b) { return _mm512_or_si512(a, b); }
-INLINE vi vb_bias(vi a) { return _mm512_xor_si512(a, _mm512_set1_epi8((char)0x80)); }
 INLINE vi vi_zero(void) { return _mm512_setzero_si512(); }
-INLINE vi vi_minus_times_128(vi a, int32_t b) { return _mm512_sub_epi32(a, _mm512_set1_epi32(b * 128)); }
+INLINE vi vi_add(vi a, vi b) { return _mm512_add_epi32(a, b); }
+INLINE int32_t vi_sum(vi a) { return _mm512_reduce_add_epi32(a); }
+INLINE float vf_largest(vf a) { return _mm512_reduce_max_ps(a); }
 INLINE vi dot4(vi acc, vi w, const int8_t *x) {
     int32_t four;
     memcpy(&four, x, 4);
     return _mm512_dpbusd_epi32(acc, w, _mm512_set1_epi32(four));
 }
 #define HAS_DOT4 1
+#define BYTES_CENTRE 128 /* what to take from a byte of 8 bits, since dot4 wants it unsigned */
 
 #elif defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
 #include <immintrin.h>
@@ -154,16 +156,26 @@ INLINE vi vb_low(vi a, int mask) { return _mm256_and_si256(a, _mm256_set1_epi8((
 INLINE vi vb_shift(vi a, int right) { return right >= 0 ? _mm256_srli_epi16(a, right) : _mm256_slli_epi16(a, -right); }
 INLINE vi vb_or(vi a, vi b) { return _mm256_or_si256(a, b); }
 INLINE vi vi_zero(void) { return _mm256_setzero_si256(); }
+INLINE vi vi_add(vi a, vi b) { return _mm256_add_epi32(a, b); }
+INLINE int32_t vi_sum(vi a) {
+    __m128i b = _mm_add_epi32(_mm256_castsi256_si128(a), _mm256_extracti128_si256(a, 1));
+    b = _mm_add_epi32(b, _mm_shuffle_epi32(b, 0x4e));
+    return _mm_cvtsi128_si32(_mm_add_epi32(b, _mm_shuffle_epi32(b, 0xb1)));
+}
+INLINE float vf_largest(vf a) {
+    __m128 b = _mm_max_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
+    b = _mm_max_ps(b, _mm_movehl_ps(b, b));
+    return _mm_cvtss_f32(_mm_max_ss(b, _mm_shuffle_ps(b, b, 1)));
+}
 INLINE vi broadcast4(const int8_t *x) {
     int32_t four;
     memcpy(&four, x, 4);
     return _mm256_set1_epi32(four);
 }
 #ifdef __AVXVNNI__
-INLINE vi vb_bias(vi a) { return _mm256_xor_si256(a, _mm256_set1_epi8((char)0x80)); }
-INLINE vi vi_minus_times_128(vi a, int32_t b) { return _mm256_sub_epi32(a, _mm256_set1_epi32(b * 128)); }
 INLINE vi dot4(vi acc, vi w, const int8_t *x) { return _mm256_dpbusd_avx_epi32(acc, w, broadcast4(x)); }
 #define HAS_DOT4 1
+#define BYTES_CENTRE 128
 #else
 /* Pairs of unsigned times signed bytes, summed in 16 bits without saturation as long as the sum fits. */
 INLINE vi pairs(vi w, const int8_t *x) { return _mm256_maddubs_epi16(w, broadcast4(x)); }
@@ -172,15 +184,16 @@ INLINE vi pairs_signed(vi w, const int8_t *x) {
 }
 INLINE vi add16(vi a, vi b) { return _mm256_add_epi16(a, b); }
 INLINE vi widen16(vi a) { return _mm256_madd_epi16(a, _mm256_set1_epi16(1)); }
-INLINE vi vi_add(vi a, vi b) { return _mm256_add_epi32(a, b); }
+INLINE vi vb_signed(vi a) { return _mm256_xor_si256(a, _mm256_set1_epi8((char)0x80)); }
 #define HAS_DOT4 0
+#define BYTES_CENTRE 0
 #endif
 
 #else
 #include "simd_portable.h"
 #endif
 
-/* The sum and the maximum of 16 lanes held in 16 / VL vectors. */
+/* Sums and the maximum of 16 lanes held in 16 / VL vectors. */
 #define PARTS (16 / VL)
 INLINE float sum16(const vf *parts) {
     float lanes[16];
@@ -189,12 +202,16 @@ INLINE float sum16(const vf *parts) {
         for (int i = 0; i < width; i++) lanes[i] += lanes[i + width];
     return lanes[0];
 }
+/* Exact in any order. */
 INLINE float max16(const vf *parts) {
-    float lanes[16];
-    for (int i = 0; i < PARTS; i++) vf_store(lanes + i * VL, parts[i]);
-    for (int width = 8; width; width /= 2)
-        for (int i = 0; i < width; i++) lanes[i] = lanes[i] > lanes[i + width] ? lanes[i] : lanes[i + width];
-    return lanes[0];
+    vf a = parts[0];
+    for (int i = 1; i < PARTS; i++) a = vf_max(a, parts[i]);
+    return vf_largest(a);
+}
+INLINE int32_t int_sum16(const vi *parts) {
+    vi a = parts[0];
+    for (int i = 1; i < PARTS; i++) a = vi_add(a, parts[i]);
+    return vi_sum(a);
 }
 
 /* 2^x, to about 2 units in the last place; 0 below -126.5, and x above 126 counts as 126. */

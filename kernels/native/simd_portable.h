@@ -47,9 +47,16 @@ INLINE vi vb_shift(vi a, int right) { return (vi)(right >= 0 ? (bytes16)a >> rig
 INLINE vi vb_or(vi a, vi b) { return a | b; }
 INLINE vi vi_zero(void) { return (vi){0, 0, 0, 0}; }
 
-/* Signed times signed: bytes of weights stay below 128 but for the signed type, which is signed here too. */
-INLINE vi vb_bias(vi a) { return a; }
-INLINE vi vi_minus_times_128(vi a, int32_t b) { (void)b; return a; }
+INLINE vi vi_add(vi a, vi b) { return a + b; }
+INLINE int32_t vi_sum(vi a) { return a[0] + a[1] + a[2] + a[3]; }
+INLINE float vf_largest(vf a) {
+    float b = a[0] > a[1] ? a[0] : a[1], c = a[2] > a[3] ? a[2] : a[3];
+    return b > c ? b : c;
+}
+
+/* Signed times signed: bytes of weights stay below 128 but for those of 8 bits, which are signed here. */
+INLINE vi vb_signed(vi a) { return (vi)((bytes16)a ^ 0x80); }
+#define BYTES_CENTRE 0
 #ifdef __ARM_FEATURE_DOTPROD
 #include <arm_neon.h>
 INLINE vf vf_fma(vf a, vf b, vf c) { return (vf)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b); }
