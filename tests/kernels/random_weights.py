@@ -20,7 +20,8 @@ def random_codes(type_name: str, rows: int, columns: int) -> Codes:
     if scheme.sub_columns:
         sub_shape = (rows, columns // scheme.sub_columns)
         if scheme.has_m:
-            sub, sub_min = (torch.randint(0, 64, sub_shape).to(torch.uint8) for _ in range(2))
+            most = 16 if type_name == "Q2_K" else 64
+            sub, sub_min = (torch.randint(0, most, sub_shape).to(torch.uint8) for _ in range(2))
         else:
             sub = torch.randint(-128, 128, sub_shape).to(torch.int8)
     return Codes(type_name, q, torch.randn(shape).half(), m, sub, sub_min)
