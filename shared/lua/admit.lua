@@ -35,6 +35,9 @@ if redis.call('EXISTS', r) == 1 then return answer('exists', 0) end
 rid = ARGV[first]
 local n, num_tokens, prompt_tokens = 0, 0, 0
 for i = first, #ARGV, 5 do
+  -- Everybody counts with this: a wrong number would hold up others, and a huge one could never be taken back.
+  local num, too_odd = tonumber(ARGV[i + 2]), 'ERR a prompt is not as long as is said'
+  if num < 1 or #ARGV[i + 3] ~= 4 * num then return redis.error_reply(too_odd) end
   n = n + ARGV[i + 1]
   num_tokens = num_tokens + ARGV[i + 1] * ARGV[i + 2]
   prompt_tokens = prompt_tokens + ARGV[i + 2]

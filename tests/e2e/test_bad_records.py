@@ -8,6 +8,7 @@ from typing import Any
 
 import msgpack
 import pytest
+from redis.exceptions import ResponseError
 
 from shared import scripted_vocab as vocab
 from shared.bus import connect as connect_redis
@@ -132,11 +133,28 @@ async def test_prompts_that_are_not_what_their_record_says(
     scripts: Forger, shared_stack: Stack, client: Client, undisturbed: list[Answer], prompt: bytes, said: int
 ) -> None:
     records = Records(scripts, shared_stack)
-    shared_stack.allowed.append("cannot be read")
     async with neighbours(client, undisturbed):
-        sid = await records.admit(spec("r", max(1, said)), prompt, said)
+        if len(prompt) != 4 * said or not said:
+            with pytest.raises(ResponseError, match="not as long as is said"):
+                await records.admit(spec("r", max(1, said)), prompt, said)
+            return
+        rid = secrets.token_hex(16)
+        sid = await records.admit(spec(rid, said), prompt, said, rid)
         reason, message = await records.outcome(sid)
     assert reason == "error" and message, (reason, message)
+
+
+async def test_a_record_that_changes_after_its_admission(
+    scripts: Forger, shared_stack: Stack, client: Client, undisturbed: list[Answer]
+) -> None:
+    """The header says a length that the record, read later, does not have."""
+    records = Records(scripts, shared_stack)
+    shared_stack.allowed.append("cannot be read")
+    async with neighbours(client, undisturbed):
+        for said in (1, 3, 100):
+            rid = secrets.token_hex(16)
+            sid = await records.admit(spec(rid, 2), pack_ids([65] * said), said, rid)
+            assert (await records.outcome(sid))[0] == "error"
 
 
 @pytest.mark.parametrize(

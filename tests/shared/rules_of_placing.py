@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from redis.exceptions import ResponseError
+
 from shared.bus import CannotWrite
 from shared.protocol import Outcome
 from shared.scripts import Repeat
 from tests.shared.script_rules import RuleBook
-from tests.shared.script_world import CANCELLED, World
+from tests.shared.script_world import CANCELLED, World, spec_of
 
 rules = RuleBook()
 
@@ -16,6 +18,28 @@ async def _(w: World) -> None:
     assert await w.admit("r", 2) == ("ok", 2)
     before = await w.everything()
     assert (await w.admit("r", 2))[0] == "exists"
+    assert await w.everything() == before
+
+
+@rules.rule(
+    "a prompt is as long as is said: everybody counts with that",
+    "admit",
+    "if num < 1 or #ARGV[i + 3] ~= 4 * num then return redis.error_reply(too_odd) end",
+)
+async def _(w: World) -> None:
+    before = await w.everything()
+    for said, prompt in ((0, b""), (3, b""), (3, b"\1\0\0\0" * 2), (3, b"\1" * 11), (-1, b""), (1 << 62, b"\1\0\0\0")):
+        spec = spec_of("r", 1, 3).model_copy(update={"num_prompt_tokens": said})
+        for more in ([], [(spec_of("r-1", 1, 3), b"\1\0\0\0" * 3)]):
+            refusal = ""
+            try:
+                await w.scripts.admit(
+                    [*more, (spec, prompt)], gateway="g", owner="key", priority=0, max_requests=100, max_tokens=1 << 62,
+                    retention_ms=1000,
+                )  # fmt: skip
+            except ResponseError as e:
+                refusal = str(e)
+            assert "not as long as is said" in refusal
     assert await w.everything() == before
 
 

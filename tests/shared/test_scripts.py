@@ -183,9 +183,9 @@ async def test_binary_payloads_pass_through(redis_url: str) -> None:
         await w.placed()
         await w.commit(entry(chunk=everything, outcome=END))
         assert await w.log() == [everything] and dict((await w.stream("out:g"))[0])[b"r.0"] == everything
-        spec = spec_of("q")
+        spec = spec_of("q", num_prompt_tokens=len(everything) // 4)
         await w.scripts.admit(
-            [(spec, everything)], gateway="g", owner="", priority=0, max_requests=9, max_tokens=9, retention_ms=1
+            [(spec, everything)], gateway="g", owner="", priority=0, max_requests=9, max_tokens=99, retention_ms=1
         )
         record = await w.records.request("q")
         assert record is not None and record.prompt == everything and record.spec == spec
