@@ -91,7 +91,7 @@ class NativeEngine:
             tokens = [SampledToken(token_id) for token_id in best]
         else:
             with torch.inference_mode(), memory_errors():
-                tokens = sample(logits, draws)
+                tokens = sample(logits, draws, self.decoder.native)
         for i, token in zip(inputs.sample_chunks, tokens, strict=True):
             results[i] = token
         return results

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 
 from kernels.gumbel import NoiseKey, gumbel_noise_at
-from kernels.gumbel_argmax import gumbel_argmax
+from kernels.gumbel_argmax import NativeOps, gumbel_argmax
 from services.gpu_worker.batch import SampledToken
 from shared.protocol import SamplingParams
 
@@ -74,8 +74,10 @@ def validate(params: SamplingParams, vocab_size: int) -> str | None:
     return None
 
 
-def sample(logits: torch.Tensor, draws: Seq[Draw]) -> list[SampledToken]:
-    """One token a row of logits (float32 [S, V], without NaN). Does not modify them; ValueError as `validate`."""
+def sample(logits: torch.Tensor, draws: Seq[Draw], native: NativeOps | None = None) -> list[SampledToken]:
+    """One token a row of logits (float32 [S, V], without NaN). Does not modify them; ValueError as `validate`.
+
+    native: to draw with; the tokens are the same."""
     if not draws:
         return []
     if all(draw.is_plain for draw in draws):
@@ -84,7 +86,7 @@ def sample(logits: torch.Tensor, draws: Seq[Draw]) -> list[SampledToken]:
         reason = validate(draw.params, logits.shape[1])
         if reason is not None:
             raise ValueError(reason)
-    token_ids = draw_tokens([apply_controls(row, draw) for row, draw in zip(logits, draws, strict=True)], draws)
+    token_ids = draw_tokens([apply_controls(row, draw) for row, draw in zip(logits, draws, strict=True)], draws, native)
     return [
         SampledToken(token_id) if draw.params.logprobs is None else with_logprobs(row, token_id, draw.params.logprobs)
         for row, token_id, draw in zip(logits, token_ids, draws, strict=True)
@@ -113,7 +115,7 @@ def apply_controls(row: torch.Tensor, draw: Draw) -> torch.Tensor:
     return row
 
 
-def draw_tokens(rows: Seq[torch.Tensor], draws: Seq[Draw]) -> list[int]:
+def draw_tokens(rows: Seq[torch.Tensor], draws: Seq[Draw], native: NativeOps | None = None) -> list[int]:
     """The token of each row of controlled logits. Rows are filtered one by one, their noise is computed together."""
     token_ids = [-1] * len(rows)
     open_rows: dict[int, torch.Tensor] = {}
@@ -129,7 +131,8 @@ def draw_tokens(rows: Seq[torch.Tensor], draws: Seq[Draw]) -> list[int]:
         else:
             filtered[i] = (scaled[kept], kept)
     if open_rows:
-        drawn = gumbel_argmax(torch.stack(list(open_rows.values())), [draws[i].noise_key for i in open_rows])
+        keys = [draws[i].noise_key for i in open_rows]
+        drawn = gumbel_argmax(torch.stack(list(open_rows.values())), keys, native)
         for i, token_id in zip(open_rows, drawn, strict=True):
             token_ids[i] = token_id
     if filtered:

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from kernels.gumbel_argmax import NativeOps
 from kernels.native.library import NativeLibrary, Pool
 from kernels.native.structs import Layer, Linear, Matrix, Model, Step, address
 from services.gpu_worker.model.config import ModelConfig
@@ -67,6 +68,12 @@ class NativeDecoder:
         linears = [weights.head, *(n for x in weights.layers for n in (x.qkv, x.out, x.gate, x.up, x.down))]
         parts = {id(part): part.num_bytes for linear in linears for part in linear.parts}
         return sum((parts | {id(weights.embedding): weights.embedding.num_bytes}).values())
+
+    @property
+    def native(self) -> NativeOps:
+        """The ops with the pool, for a caller that runs no step meanwhile."""
+        assert self._pool is not None
+        return self._library, self._pool
 
     def set_num_threads(self, num_threads: int) -> None:
         """Not while a step runs."""
