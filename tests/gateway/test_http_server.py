@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import resource
 import socket
 from collections.abc import Awaitable, Callable
@@ -74,8 +75,21 @@ async def test_the_rest_of_an_answer_that_nobody_takes_is_cut_too(
     served = await serve_with(send_timeout_s=0.5)
     client = await RawClient.connect(served)
     client.writer.transport.pause_reading()  # type: ignore[attr-defined]
-    for _ in range(12):
-        client.writer.write(b"GET /openapi.json HTTP/1.1\r\nHost: x\r\n\r\n")
-        await asyncio.sleep(0)
+    client.writer.write(b"GET /openapi.json HTTP/1.1\r\nHost: x\r\n\r\n")
     await wait_until(lambda: served.service.guard.num_cut == 1)
+    client.close()
+
+
+async def test_a_client_that_takes_too_little_is_cut(serve_with: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes something all the time, so that the kernel has no reason to cut it."""
+    monkeypatch.setattr(http_server, "SEND_BUFFER_BYTES", 1 << 12)
+    served = await serve_with(send_timeout_s=1)
+    client = await RawClient.connect(served)
+    client.writer.write(b"GET /openapi.json HTTP/1.1\r\nHost: x\r\n\r\n" * 12)
+    num_read = 0
+    with contextlib.suppress(ConnectionError):
+        while piece := await client.reader.read(4096):
+            num_read += len(piece)
+            await asyncio.sleep(0.15)
+    assert served.service.guard.num_cut == 1 and num_read > 20_000
     client.close()
