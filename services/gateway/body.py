@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 
 from aiohttp import web
 
@@ -13,6 +14,13 @@ from services.gateway.errors import ApiError
 
 BODY_TIMEOUT_S = 30.0
 MAX_BODIES = 16  # of the largest size, that may be held at once; many more of an ordinary size
+
+
+@dataclass(slots=True)
+class _Held:
+    """Of one body."""
+
+    num_bytes: int = 0
 
 
 class Bodies:
@@ -33,23 +41,21 @@ class Bodies:
             raise ApiError(415, "a compressed body is not accepted", code="unsupported_encoding")
         if (request.content_length or 0) > self._max_body_bytes:
             raise self._too_large()
-        parts: list[bytes] = []
+        held = _Held()
         try:
-            await self._receive(request, parts)
-            body = b"".join(parts)
-            yield body
+            yield await self._received(request, held)
         finally:
-            self.num_bytes -= sum(map(len, parts))
+            self.num_bytes -= held.num_bytes
 
-    async def _receive(self, request: web.Request, parts: list[bytes]) -> None:
-        size = 0
+    async def _received(self, request: web.Request, held: _Held) -> bytes:
+        parts: list[bytes] = []
         try:
             async with asyncio.timeout(BODY_TIMEOUT_S):
                 async for part in request.content.iter_any():
                     parts.append(part)
-                    size += len(part)
+                    held.num_bytes += len(part)
                     self.num_bytes += len(part)
-                    if size > self._max_body_bytes:
+                    if held.num_bytes > self._max_body_bytes:
                         raise self._too_large()
                     if self.num_bytes > self.max_bytes:
                         raise unavailable("too many large requests are being read", "too_many_bodies")
@@ -57,6 +63,7 @@ class Bodies:
             raise ApiError(408, f"the body did not arrive within {BODY_TIMEOUT_S:g} s", code="body_timeout") from None
         except web.RequestPayloadError:
             raise ApiError(400, "the body ended early or is not valid HTTP", code="incomplete_body") from None
+        return b"".join(parts)
 
     def _too_large(self) -> ApiError:
         return ApiError(413, f"the body is larger than {self._max_body_bytes} bytes", code="body_too_large")
