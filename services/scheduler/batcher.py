@@ -279,9 +279,7 @@ class Batcher:
             return
         self._full_until = now + FULL_LOOK_S
         held_back: set[str] = set()
-        for queued in self.fairness.order(waiting):
-            if queued.key in held_back:
-                continue
+        for queued in self.fairness.order(waiting, skip=held_back):
             if candidates := self._candidates(queued, self._workers, now):
                 if budget <= 0 or not self._start(queued, candidates, now):
                     return

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 
 from services.scheduler.sequence import Queued, QueueState, order_key
 from services.scheduler.worker_view import Phase, WorkerView
@@ -55,9 +55,9 @@ class Fairness:
 
     # --- order -------------------------------------------------------------------------------------------------------
 
-    def order(self, waiting: Iterable[Queued]) -> Iterator[Queued]:
+    def order(self, waiting: Iterable[Queued], skip: Collection[str] = ()) -> Iterator[Queued]:
         """By priority, then the least served key's first one. What is on its way, and what is taken from here, counts
-        as served, so that keys take turns."""
+        as served, so that keys take turns. skip: keys that are passed over, also those that come into it meanwhile."""
         queues: dict[str, list[Queued]] = defaultdict(list)
         for queued in sorted(waiting, key=order_key, reverse=True):
             queues[queued.key].append(queued)
@@ -65,14 +65,14 @@ class Fairness:
         for queued in self._queue.values():
             if queued.state is not QueueState.WAITING:
                 used[queued.key] += queued.num_tokens
-        heap = [(q[-1].priority, used[key], order_key(q[-1]), key) for key, q in queues.items()]
+        heap = [(q[-1].priority, used[key], order_key(q[-1]), key) for key, q in queues.items() if key not in skip]
         heapq.heapify(heap)
         while heap:
             key = heap[0][-1]
             queued = queues[key].pop()
             yield queued
             used[key] += queued.num_tokens
-            if rest := queues[key]:
+            if key not in skip and (rest := queues[key]):
                 heapq.heapreplace(heap, (rest[-1].priority, used[key], order_key(rest[-1]), key))
             else:
                 heapq.heappop(heap)

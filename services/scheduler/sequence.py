@@ -49,6 +49,7 @@ class Queued:
     start_by_ms: int = 0  # deadlines, in Redis' time
     first_by_ms: int = 0
     end_by_ms: int = 0
+    order: tuple[int, float, str] | None = None  # see `order_key`
     blocks_left: int = 0  # what its key had to leave to others when the store was asked
 
     @property
@@ -61,8 +62,10 @@ class Queued:
 
 def order_key(queued: Queued) -> tuple[int, float, str]:
     """fcfs with aging: by priority (lower first), then by arrival, a long prompt standing back for at most 2 s."""
-    aging = min(MAX_AGING_MS, AGING_MS_PER_TOKEN * queued.num_tokens)
-    return queued.priority, queued.arrival_ms + aging, queued.sid
+    if queued.order is None:  # asked for at every decision, of everybody who waits
+        aging = min(MAX_AGING_MS, AGING_MS_PER_TOKEN * queued.num_tokens)
+        queued.order = queued.priority, queued.arrival_ms + aging, queued.sid
+    return queued.order
 
 
 @dataclass(slots=True)
