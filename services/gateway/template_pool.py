@@ -26,6 +26,7 @@ from shared import launcher
 log = logging.getLogger(__name__)
 
 NUM_CHILDREN = 2  # so that one that hangs does not hold up the others
+MAX_CPU_S = 1.0  # of one rendering; an ordinary one takes far below a millisecond
 RENDER_TIMEOUT_S = 10.0  # on a machine where the child gets no processor; its own time is limited by the kernel before
 WAIT_TIMEOUT_S = 10.0  # for a child that has nothing to do
 MAX_FRAME_BYTES = 6 * MAX_OUTPUT_CHARS + 1024  # a character is at most six bytes of JSON
@@ -39,8 +40,11 @@ class _Died(ChatTemplateError):
 class TemplatePool:
     """For one template, that of the served model. A child lives as long as it answers."""
 
-    def __init__(self, source: str, special_tokens: Mapping[str, str], render_timeout_s: float = RENDER_TIMEOUT_S):
-        self._first = encode_frame({"source": source, "special_tokens": dict(special_tokens)})
+    def __init__(
+        self, source: str, special_tokens: Mapping[str, str], render_timeout_s: float = RENDER_TIMEOUT_S,
+        max_cpu_s: float = MAX_CPU_S,
+    ) -> None:  # fmt: skip
+        self._first = encode_frame({"source": source, "special_tokens": dict(special_tokens), "max_cpu_s": max_cpu_s})
         self._timeout_s = render_timeout_s
         self._idle: list[Process] = []
         self._all: set[Process] = set()

@@ -10,7 +10,7 @@ from unittest.mock import MagicMock
 
 import pytest
 
-from services.gateway import app, byte_tokenizer, json_reader, openapi, preparation
+from services.gateway import app, byte_tokenizer, chat_template, json_reader, openapi, preparation
 from services.gateway import openai_schema as ask
 from services.gateway.errors import ApiError, error_body
 from services.gateway.request_parsing import parse
@@ -26,15 +26,29 @@ def generate(cls: type[ask.Request]) -> Callable[[Any], Any]:
     def prepare(body: Any) -> Any:
         request = parse(cls, body)
         assert isinstance(request, ask.ChatCompletionRequest | ask.CompletionRequest)
-        return preparation.build_specs(request, TOKENIZER, LIMITS, draw_seed=lambda: 1, now=NOW)
+        text = rendered(request)
+        return preparation.build_specs(request, TOKENIZER, LIMITS, draw_seed=lambda: 1, now=NOW, chat_text=text)
 
     return prepare
+
+
+def rendered(request: ask.Request) -> str:
+    messages = preparation.conversation(request, TOKENIZER)
+    template = TOKENIZER.chat_template
+    if messages is None or template is None:
+        return ""
+    return chat_template.render(template, messages, now=NOW, special_tokens=TOKENIZER.template_tokens)
+
+
+def tokenize(body: Any) -> Any:
+    request = parse(ask.TokenizeRequest, body)
+    return preparation.tokenize(request, TOKENIZER, rendered(request))
 
 
 READERS: dict[str, Callable[[Any], Any]] = {
     "chat": generate(ask.ChatCompletionRequest),
     "completions": generate(ask.CompletionRequest),
-    "tokenize": lambda body: preparation.tokenize(parse(ask.TokenizeRequest, body), TOKENIZER, NOW),
+    "tokenize": tokenize,
     "detokenize": lambda body: preparation.detokenize(parse(ask.DetokenizeRequest, body), TOKENIZER),
 }
 

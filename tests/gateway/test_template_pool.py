@@ -80,7 +80,7 @@ async def test_one_without_end_costs_only_its_own_request(make_pool: MakePool, c
 
 
 async def test_where_all_hang_the_others_wait_their_turn(make_pool: MakePool) -> None:
-    pool = make_pool(ODD)
+    pool = make_pool(ODD, max_cpu_s=0.2)
     hanging = [asyncio.create_task(render(pool, "loop")) for _ in range(NUM_CHILDREN)]
     await asyncio.sleep(0)
     assert await render(pool, "patient") == "patient"

@@ -18,7 +18,7 @@ PASSES = (
 
 def passed(crash_at: str) -> tuple[int, list[str]]:
     """Exit status, and the rounds that were completed."""
-    program = f"from shared import crash_points; crash_points.arm({crash_at!r}){PASSES}"
+    program = f"from shared import crash_points; crash_points.arm({crash_at!r})\n{PASSES}"
     done = subprocess.run(
         [sys.executable, "-u", "-c", program], env=modules.environ(current_environ()), capture_output=True, text=True,
         check=False,

@@ -35,6 +35,7 @@ async def test_a_server_that_drops_keys_when_it_is_full_is_refused(redis_url: st
     await check(redis_url)
     client = bus.connect(redis_url)
     try:
+        await client.config_set("maxmemory", 1 << 30)
         await client.config_set("maxmemory-policy", "allkeys-lru")
         with pytest.raises(bus.UnfitRedis, match="allkeys-lru.*noeviction"):
             await check(redis_url, volatile=True)
