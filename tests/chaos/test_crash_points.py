@@ -27,7 +27,7 @@ PLACES: list[tuple[MemberKind, str]] = [
     ("worker", "after-commit:4"),  # in the log, and the worker does not know
     ("worker", "after-send:1"),
 ]
-FAST = {("scheduler", "after-assign:3"), ("store", "before-send:3"), ("worker", "after-commit:4")}
+FAST = {("scheduler", "after-assign:3"), ("worker", "after-commit:4")}
 
 
 async def dies_at(run: Run, kind: MemberKind, moment: str) -> None:

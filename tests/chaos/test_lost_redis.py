@@ -66,6 +66,7 @@ async def scripts_are_forgotten(run: Run) -> None:
     await load.judged()
 
 
+@pytest.mark.slow
 async def test_killed(play: Play) -> None:
     await play.play(redis_is_killed, allowed=AWAY, **OWN)
 
@@ -88,6 +89,7 @@ async def test_all_connections_are_dropped_where_nobody_reconnects(play: Play) -
     await play.objects(clients_are_dropped, "I2", NOBODY_RECONNECTS, **OWN)
 
 
+@pytest.mark.slow
 async def test_it_stands_still(play: Play) -> None:
     await play.play(redis_stands_still, allowed=AWAY, **OWN)
 

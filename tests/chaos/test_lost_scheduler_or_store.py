@@ -62,12 +62,12 @@ KINDS: list[MemberKind] = ["scheduler", "store"]
 TWO = {"workers": 2, "schedulers": 2, "stores": 2}
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["scheduler", pytest.param("store", marks=pytest.mark.slow)])
 async def test_killed(kind: MemberKind, play: Play) -> None:
     await play.play(functools.partial(leader_is_killed, kind=kind), **TWO)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [pytest.param("scheduler", marks=pytest.mark.slow), "store"])
 async def test_killed_where_leases_never_run_out(kind: MemberKind, play: Play) -> None:
     await play.objects(functools.partial(leader_is_killed, kind=kind), "I1", *LEASES_NEVER_RUN_OUT, **TWO)
 
@@ -101,5 +101,6 @@ async def test_killed_with_a_queue(play: Play) -> None:
     await play.play(scheduler_dies_with_a_queue, schedulers=2, env=FEW_SLOTS)
 
 
+@pytest.mark.slow
 async def test_killed_with_a_queue_where_nobody_claims(play: Play) -> None:
     await play.objects(scheduler_dies_with_a_queue, "I1|I2", NOBODY_CLAIMS, schedulers=2, env=FEW_SLOTS)

@@ -57,6 +57,7 @@ async def test_killed(play: Play) -> None:
     await play.play(worker_is_killed, workers=2)
 
 
+@pytest.mark.slow
 async def test_stopped_and_wakes_up(play: Play) -> None:
     await play.play(worker_is_stopped_and_wakes_up, workers=2)
 
@@ -67,7 +68,7 @@ async def test_stopped_and_wakes_up(play: Play) -> None:
         (Mode.SWALLOW, (UP, DOWN)),
         pytest.param(Mode.SWALLOW, (UP,), marks=pytest.mark.slow),
         pytest.param(Mode.SWALLOW, (DOWN,), marks=pytest.mark.slow),
-        (Mode.HOLD, (UP, DOWN)),
+        pytest.param(Mode.HOLD, (UP, DOWN), marks=pytest.mark.slow),
         pytest.param(Mode.HOLD, (UP,), marks=pytest.mark.slow),
         pytest.param(Mode.HOLD, (DOWN,), marks=pytest.mark.slow),
     ],
