@@ -277,15 +277,16 @@ class SchedulerService:
         """Timers of the core: calls to repeat, leaders waited for in vain, workers that are silent. Asleep while
         nothing waits or runs."""
         views = self.core.workers.values()
-        busy = self.core.queue or len(self.core.calls) or any(v.store == "" or v.running for v in views)
-        if busy:
+        busy = self.core.queue or len(self.core.calls) or any(v.store == "" for v in views)
+        active = busy or any(v.running for v in views)
+        if active:
             await asyncio.sleep(TICK_S if self.core.hears_of_all(self._clock()) else SILENT_TICK_S)
         else:
             await wait_for_event(self._pumped, IDLE_TICK_S)
         self._pumped.clear()
         if not self.core.hears_of_all(self._clock()):
             self._scan_now.set()  # a lease that has run out is noticed now, not at the next regular look
-        if busy:
+        if active:  # also for the deadlines of what runs
             await self.pump()
         if busy or self._clock() >= self._claimed_at + CLAIM_IDLE_MS / 1000:
             self._claimed_at = self._clock()
