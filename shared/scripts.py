@@ -239,9 +239,9 @@ class Scripts:
 
     # --- messages --------------------------------------------------------------------------------------------------
 
-    async def send(self, stream: str, message: bytes) -> bool:
+    async def send(self, stream: str, *messages: bytes) -> bool:
         """Appends to a stream that one incarnation reads; False if it does not any more. Also on a full server."""
-        return bool(await self._run("send", stream, message))
+        return bool(await self._run("send", stream, *messages))
 
     async def announce(self, event: Event) -> None:
         """A hint for all services."""

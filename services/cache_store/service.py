@@ -63,7 +63,8 @@ class StoreService:
         self.core = StoreCore(incarnation)
         self._terms: dict[str, int] = {}
         self.reader = StreamReader(self._blocking, self.scripts.prefix, last | {"events": events})
-        self._entries: deque[Entry] = deque()  # read, and not answered yet
+        self._unsent: deque[tuple[str, list[bytes]]] = deque()  # answers, by the caller's stream
+        self._answered: dict[str, str] = {}  # what is handled when they have been sent
         self._handled = dict(last)
         await self.scan()
 
@@ -71,23 +72,33 @@ class StoreService:
         self._trusted_from = self._clock() + IDLE_LEASE_MS / 1000
 
     async def read(self, block_ms: int) -> int:
-        """Handles calls and inventories, and sends the answers in the order of the calls.
+        """Handles calls and inventories, and sends the answers, to each caller in the order of its calls.
 
-        What is read stays until its answer is sent: a call that is left out is repeated by its sender, but only after
-        later ones."""
+        Answers stay until they are sent: what is left out is repeated by its sender, but only after later calls."""
         reader, num_entries = self.reader, 0
-        if not self._entries:
-            self._entries += await reader.read(block_ms)
-        while self._entries and reader is self.reader:
-            for stream, reply in self._handle(self._entries[0]):
-                await self.scripts.send(stream, encode(reply))
+        if not self._unsent:
+            entries = await reader.read(block_ms)
             if reader is not self.reader:
-                break
-            entry = self._entries.popleft()
-            num_entries += 1
-            if entry.stream in self._handled:
-                self._handled[entry.stream] = entry.id
+                return 0  # another life has begun: this was for the old one
+            num_entries = len(entries)
+            self._answer(entries)
+        unsent = self._unsent
+        while unsent:
+            stream, replies = unsent[0]
+            await self.scripts.send(stream, *replies)
+            unsent.popleft()
+        if reader is self.reader:
+            self._handled |= self._answered
         return num_entries
+
+    def _answer(self, entries: list[Entry]) -> None:
+        answers: dict[str, list[bytes]] = {}
+        for entry in entries:
+            for stream, reply in self._handle(entry):
+                answers.setdefault(stream, []).append(encode(reply))
+            if entry.stream in self._handled:
+                self._answered[entry.stream] = entry.id
+        self._unsent += answers.items()
 
     def _handle(self, entry: Entry) -> list[Reply]:
         try:

@@ -6,6 +6,8 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
+from services.gpu_worker.outbox import NOTHING, Carried
+from services.gpu_worker.pacing import DETAILS_S, REPORT_S
 from shared.bus import Entry, StreamReader
 from shared.leases import Membership
 from shared.protocol import Inventory, Member, RunningState
@@ -22,6 +24,18 @@ class Life:
     inbox: str = ""  # of the scheduler that has been told the running state, and so gets the reports
     run_term: int = 0  # its term
     reported_at: float = float("-inf")
+    detailed_at: float = float("-inf")  # the last report that said which blocks were taken and sealed
+
+    def report_is_due(self, now: float) -> bool:
+        return now - self.reported_at >= REPORT_S
+
+    def details_are_due(self, now: float) -> bool:
+        return now - self.detailed_at >= DETAILS_S
+
+    def reported(self, carried: Carried, at: float) -> None:
+        self.reported_at = at
+        if carried is not NOTHING:
+            self.detailed_at = at
 
     @property
     def worker(self) -> str:

@@ -26,6 +26,9 @@ class Carried:
     version: int
 
 
+NOTHING = Carried((), (), (), -1)
+
+
 class Outbox:
     def __init__(self) -> None:
         self._taken: list[Taken] = []
@@ -42,7 +45,7 @@ class Outbox:
         return self._version != self._told
 
     def touch(self) -> None:
-        """Something has changed that a decision waits for; the rest goes along within `pacing.REPORT_S`."""
+        """Something has changed that a decision waits for; the rest goes along within `pacing.DETAILS_S`."""
         self._version += 1
 
     def took(self, taken: Taken) -> None:
@@ -61,7 +64,7 @@ class Outbox:
         self._seals = seals
 
     def carry(self, unsettled: Collection[Place]) -> Carried:
-        """The next report's content. unsettled: places whose end must wait."""
+        """The next report's content. unsettled: places whose end must wait. (`NOTHING` may be carried at any time.)"""
         seals, rest = cut_seals(self._seals, MAX_SEAL_BYTES)
         waiting = {(s.sid, s.epoch) for s in rest} | set(unsettled)
         ended = tuple(e for e in self._ended if (e.sid, e.epoch) not in waiting)
@@ -70,6 +73,8 @@ class Outbox:
 
     def acknowledged(self, carried: Carried) -> None:
         """Nothing may have been superseded or cleared since `carry`."""
+        if carried is NOTHING:
+            return
         del self._taken[: len(carried.taken)]
         del self._seals[: len(carried.seals)]
         told = set(map(id, carried.ended))

@@ -9,6 +9,7 @@ threads use all of them it would slow the streams for nothing.
 from __future__ import annotations
 
 REPORT_S = 0.1
+DETAILS_S = 0.4  # by when a report says which blocks were taken and sealed while nobody waits to hear of it
 MAX_INTERVAL_S = 0.1
 MAX_SHARE = 0.1  # of a core, for commits
 COMMIT_S = 0.0002  # of Redis' time: measured 0.2 / 0.3 / 0.7 / 4.3 ms at 1 / 8 / 32 / 256 sequences

@@ -25,8 +25,7 @@ from services.gpu_worker.composer import Budget
 from services.gpu_worker.engine_thread import EngineLoop
 from services.gpu_worker.life import Life, new_life
 from services.gpu_worker.metrics_defs import WorkerMetrics
-from services.gpu_worker.outbox import Carried
-from services.gpu_worker.pacing import REPORT_S
+from services.gpu_worker.outbox import NOTHING, Carried
 from services.gpu_worker.plan_reader import read_change
 from services.gpu_worker.reports import report, running_state
 from services.gpu_worker.running_set import RunningSet
@@ -237,16 +236,17 @@ class WorkerService:
                 self.running.dropped(sid, epoch, reason)
             if carried is not None:
                 self.running.outbox.acknowledged(carried)
-                life.reported_at = started
+                life.reported(carried, started)
         return commit.complete
 
     def _report(self, life: Life, commit: Commit) -> tuple[Carried | None, Report | None]:
         """If it changes a decision, or the last one is too old; to nobody who has not been told the running state."""
         running = self.running
-        too_old = self.clock() - life.reported_at >= REPORT_S and bool(running.sequences or running.outbox)
+        too_old = life.report_is_due(self.clock()) and bool(running.sequences or running.outbox)
         if not life.inbox or not (running.outbox.urgent or too_old):
             return None, None
-        carried = running.outbox.carry(running.ledger.unsettled() - commit.closing)
+        details = running.outbox.urgent or life.details_are_due(self.clock())
+        carried = running.outbox.carry(running.ledger.unsettled() - commit.closing) if details else NOTHING
         return carried, report(
             running, carried, worker=life.worker, term=life.run_term, num_steps=self.engine_loop.num_steps,
             cost=self.engine_loop.cost, hang_s=self.engine_loop.hang_s,

@@ -7,7 +7,7 @@ twice. Decides nothing.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from services.scheduler.actions import (
     Action,
@@ -28,6 +28,7 @@ from shared.scripts import Scripts
 
 log = logging.getLogger(__name__)
 
+MAX_CALL_BYTES = 256 * 1024  # of calls to a store in one message to Redis, and one call more
 UNREADABLE = Outcome(reason="error", code="internal_error", message="the request's records cannot be read")
 
 
@@ -42,12 +43,17 @@ class Executor:
         self._clock = clock
         self._on_fenced = on_fenced
 
-    async def carry_out(self, action: Action, core: SchedulerCore) -> None:
+    async def carry_out(self, todo: Sequence[Action], core: SchedulerCore) -> int:
+        """The first one, and those after it that go along in the same call to a store; how many."""
+        if isinstance(todo[0], Call):
+            return await self._call(todo[0].store, todo, core)
+        await self._carry_out_one(todo[0], core)
+        return 1
+
+    async def _carry_out_one(self, action: Action, core: SchedulerCore) -> None:
         match action:
             case ReadRecord():
                 await self._read_record(action, core)
-            case Call():
-                await self._call(action, core)
             case Plan():
                 await self._plan(action, core)
             case Assign():
@@ -86,9 +92,12 @@ class Executor:
             return
         core.on_record(action.sid, b"".join(ids), record.spec.salt)
 
-    async def _call(self, action: Call, core: SchedulerCore) -> None:
-        if not await self._scripts.send(f"cache:{action.store}", encode(action.message)):
-            core.lose_store(action.message.worker, action.store)  # the scan finds its successor
+    async def _call(self, store: str, todo: Sequence[Action], core: SchedulerCore) -> int:
+        workers, messages = _calls(store, todo)
+        if not await self._scripts.send(f"cache:{store}", *messages):
+            for worker in workers:
+                core.lose_store(worker, store)  # the scan finds its successor
+        return len(messages)
 
     async def _plan(self, action: Plan, core: SchedulerCore) -> None:
         changes = [encode(c) for c in action.changes]
@@ -120,3 +129,16 @@ class Executor:
                 core.on_placed(worker, sid, record, deadlines)
             else:
                 await self._scripts.requeue(sid, record.epoch)
+
+
+def _calls(store: str, todo: Sequence[Action]) -> tuple[set[str], list[bytes]]:
+    """The calls to this store that `todo` begins with, encoded, as many as one message to Redis should hold; and the
+    workers that they are about."""
+    workers: set[str] = set()
+    messages: list[bytes] = []
+    for action in todo:
+        if not isinstance(action, Call) or action.store != store or sum(map(len, messages)) >= MAX_CALL_BYTES:
+            break
+        workers.add(action.message.worker)
+        messages.append(encode(action.message))
+    return workers, messages

@@ -83,7 +83,7 @@ class SchedulerService:
         self._next_incarnation = ""
         self.membership = membership
         self.core = SchedulerCore(incarnation, self._prefix_caching, self._max_strikes)
-        self._todo.clear()
+        self._todo = deque()
         self.reader = StreamReader(self._blocking, self.scripts.prefix, last | {"events": events})
         self._handled = dict(last)
         self._claim_from = "0-0"
@@ -231,11 +231,12 @@ class SchedulerService:
                 self._pump_again = False
                 self._todo += self.core.decide(self._clock())
                 while self._todo:
-                    action = self._todo[0]
-                    await self._executor.carry_out(action, self.core)
+                    todo = self._todo
+                    num_done = await self._executor.carry_out(todo, self.core)
                     self._pump_again = True
-                    if self._todo and self._todo[0] is action:  # not before: if its reply is lost, it is done again
-                        self._todo.popleft()
+                    if self._todo is todo:  # the same life. Not before: if the reply is lost, it is done again
+                        for _ in range(num_done):
+                            todo.popleft()
 
     # --- the process -------------------------------------------------------------------------------------------------
 

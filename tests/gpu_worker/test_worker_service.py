@@ -376,6 +376,22 @@ async def test_a_report_goes_along_when_it_changes_a_decision_or_is_old(bench: W
     assert told.num_steps == 3 and not told.seals
 
 
+async def test_what_nobody_waits_for_is_reported_a_little_later(bench: WorkerBench) -> None:
+    """Blocks that answers take and fill: several of them in one report, since each costs the store a call."""
+    await bench.place([1, 2, 3, 4], block_ids=(0,), max_tokens=30)
+    await bench.plan(Extend(sid="", epoch=0, pool_term=0, block_ids=(4, 5, 6, 7)))
+    await bench.worker.read_plan(0)
+    told = []
+    for _ in range(9):
+        bench.worker.step()
+        bench.clock.now += 0.1
+        await bench.worker.flush()
+        told += reports(await bench.inbox())
+    assert len(told) == 9
+    said = {i: ([t.index for t in r.taken], [s.index for s in r.seals]) for i, r in enumerate(told)}
+    assert {i: s for i, s in said.items() if any(s)} == {0: ([], [0]), 4: ([1], [1]), 8: ([2], [2])}
+
+
 async def test_an_end_is_not_told_before_the_last_token_is_in_the_log(
     bench: WorkerBench, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -140,12 +140,13 @@ async def test_actions_are_carried_out_in_order_and_one_at_a_time(
         inside = 0
         carry_out = service._executor.carry_out
 
-        async def watched(*args: Any) -> None:
+        async def watched(*args: Any) -> int:
             nonlocal inside
             inside += 1
             assert inside == 1
-            await carry_out(*args)
+            num_done = await carry_out(*args)
             inside -= 1
+            return num_done
 
         monkeypatch.setattr(service._executor, "carry_out", watched)
         await p.w.admit("r", 6)
