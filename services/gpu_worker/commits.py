@@ -174,7 +174,7 @@ def _entry(account: Account) -> CommitEntry:
 def _chunk(account: Account, first: int, count: int, finish: str) -> TokenChunk:
     seq = account.seq
     start = seq.num_prompt_tokens + first
-    return TokenChunk.model_construct(
+    return TokenChunk.unchecked(
         first=first, ids=tuple(seq.token_ids[start : start + count]),
         logprobs=None if account.logprobs is None else tuple(account.logprobs[first : first + count]),
         finish=finish, cached_tokens=seq.cached_tokens if first == 0 else 0,

@@ -55,7 +55,7 @@ class Outbox:
         self._seals += seals
 
     def ended(self, sid: str, epoch: int, reason: str) -> None:
-        self._ended.append(Ended.model_construct(sid=sid, epoch=epoch, reason=reason))
+        self._ended.append(Ended.unchecked(sid=sid, epoch=epoch, reason=reason))
         self.touch()
 
     def superseded(self, seals: list[Seal]) -> None:

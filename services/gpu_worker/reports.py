@@ -23,7 +23,7 @@ def report(
     hang_s: float = 0.0,
 ) -> Report:
     """term: of the scheduler that it goes to."""
-    return Report.model_construct(
+    return Report.unchecked(
         worker=worker, term=term, pool_term=running.pool_term,
         running=tuple(_row(running, s) for s in running.sequences.values()),
         spare_block_ids=tuple(sorted(running.blocks.spares)), taken=carried.taken, seals=carried.seals,
@@ -49,7 +49,7 @@ def running_state(running: RunningSet, worker: str, question: TakeOver) -> Runni
 
 
 def _row(running: RunningSet, seq: Sequence) -> RunningSequence:
-    return RunningSequence.model_construct(
+    return RunningSequence.unchecked(
         sid=seq.sid, epoch=seq.epoch, num_tokens=len(seq.token_ids), num_computed=seq.num_computed,
-        starved=seq.sid in running.starved,
+        block_ids=(), starved=seq.sid in running.starved, salt=b"",
     )  # fmt: skip

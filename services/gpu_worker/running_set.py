@@ -256,7 +256,7 @@ class RunningSet:
         block_id = self.blocks.take_spare()
         if block_id is None:
             return False
-        taken = Taken.model_construct(sid=seq.sid, epoch=seq.epoch, index=len(seq.block_ids), block_id=block_id)
+        taken = Taken.unchecked(sid=seq.sid, epoch=seq.epoch, index=len(seq.block_ids), block_id=block_id)
         self.blocks.hold(seq.sid, [block_id])
         seq.block_ids.append(block_id)
         self.outbox.took(taken)

@@ -50,9 +50,7 @@ class SealedBlocks:
 
     def _add(self, block_id: int, key: bytes, parent_key: bytes, ids: bytes) -> None:
         self.forget([block_id])
-        self._entries[block_id] = InventoryEntry.model_construct(
-            block_id=block_id, key=key, parent_key=parent_key, ids=ids
-        )
+        self._entries[block_id] = InventoryEntry.unchecked(block_id=block_id, key=key, parent_key=parent_key, ids=ids)
 
     def forget(self, block_ids: Iterable[int]) -> None:
         """These are about to be written again."""
@@ -65,7 +63,7 @@ class SealedBlocks:
 
 def seal_of(seq: Sequence, index: int, block_size: int) -> Seal:
     ids = tuple(seq.token_ids[index * block_size : (index + 1) * block_size])
-    return Seal.model_construct(sid=seq.sid, epoch=seq.epoch, index=index, block_id=seq.block_ids[index], ids=ids)
+    return Seal.unchecked(sid=seq.sid, epoch=seq.epoch, index=index, block_id=seq.block_ids[index], ids=ids)
 
 
 def inventory_pages(entries: list[InventoryEntry], worker: str, pool_term: int) -> Iterator[Inventory]:

@@ -112,7 +112,7 @@ def one_prompt_through_the_store() -> None:
     def life(i: int, prompt: int) -> None:
         table = call(Ensure(call=3 * i + 1, sid="s", epoch=i, salt=SALT, ids=packed[prompt], **TERMS))
         seals = tuple(
-            Seal.model_construct(
+            Seal.unchecked(
                 sid="s", epoch=i, index=n, block_id=table[n],
                 ids=tuple(ids[prompt][n * BLOCK_SIZE : (n + 1) * BLOCK_SIZE]),
             )

@@ -285,11 +285,15 @@ def test_requests_are_bounded(field: str, wrong: Any) -> None:
 
 
 def test_hot_messages_may_be_built_unchecked() -> None:
-    """`model_construct` skips the checks; what it makes is encoded and decoded like the rest."""
-    ended = Ended.model_construct(sid="r.0", epoch=1, reason="stop")
+    """What is made without checks is like the rest: compared, copied, encoded and decoded."""
+    ended = Ended.unchecked(sid="r.0", epoch=1, reason="stop")
+    assert ended == Ended(sid="r.0", epoch=1, reason="stop") and hash(ended) == hash(Ended(**ended.model_dump()))
+    assert ended.model_copy(update={"epoch": 2}) == Ended(sid="r.0", epoch=2, reason="stop")
+    with pytest.raises(ValidationError):
+        ended.epoch = 2  # type: ignore[misc]
     report = Report.model_construct(worker="w", term=1, pool_term=1, ended=(ended,), tokens_per_second=0)
     assert decode(encode(report)) == Report(worker="w", term=1, pool_term=1, ended=(ended,))
-    chunk = TokenChunk.model_construct(first=0, ids=[5], logprobs=[(0, [(5, 0)])])
+    chunk = TokenChunk.unchecked(first=0, ids=[5], logprobs=[(0, [(5, 0)])], finish="", cached_tokens=0)
     assert decode(encode(chunk)) == TokenChunk(first=0, ids=(5,), logprobs=((0.0, ((5, 0.0),)),))
 
 
