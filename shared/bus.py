@@ -28,6 +28,8 @@ from redis.exceptions import (
     TimeoutError,
 )
 
+from shared.redis_link import LinkedRedis
+
 log = logging.getLogger(__name__)
 
 CONNECT_TIMEOUT_S = 5.0
@@ -60,10 +62,10 @@ class UnfitRedis(RedisError):
     """Redis answers and must not be used as it is; one sentence for the operator."""
 
 
-class _Client(Redis):
+class _Client(LinkedRedis):
     async def execute_command(self, *args: Any, **options: Any) -> Any:
         try:
-            return await super().execute_command(*args, **options)  # type: ignore[no-untyped-call]
+            return await super().execute_command(*args, **options)
         except ResponseError as e:
             if refuses_writes(e):
                 raise CannotWrite(str(e)) from e

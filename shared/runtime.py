@@ -140,8 +140,8 @@ async def run_until_stopped(loops: list[Coroutine[Any, Any, None]], stop: Stop) 
 
 
 async def _cancel(tasks: list[asyncio.Future[None]]) -> None:
-    """Until they have ended: on Python 3.11 `asyncio.wait_for`, which redis-py sends through, can swallow a cancel
-    that comes just as the command has been sent; the task then goes on into a blocking read."""
+    """Until they have ended: on Python 3.11 `asyncio.wait_for`, which redis-py's pipelines send through, can swallow a
+    cancel that comes just as the commands have been sent; the task then goes on."""
     pending: set[asyncio.Future[None]] = set(tasks)
     while pending:
         for task in pending:

@@ -132,8 +132,7 @@ class Inflight:
             raise unavailable("the queue does not answer", "queue_unreachable") from None
 
     def _detached(self, call: Coroutine[Any, Any, T]) -> asyncio.Future[T]:
-        """The call in a task of its own: it goes on when the caller is cancelled, who notices that at once. (Within a
-        call, redis-py can lose a cancel on Python 3.11, where it waits for its socket with `asyncio.wait_for`.)"""
+        """The call in a task of its own: it goes on when the caller is cancelled, who notices that at once."""
         task = asyncio.ensure_future(call)
         self._tasks.add(task)
         task.add_done_callback(self._task_ended)

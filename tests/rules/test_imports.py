@@ -27,7 +27,7 @@ def allowed(third_party: str, *ours: str) -> Allowed:
 
 MESSAGING = "redis msgpack pydantic prometheus_client"
 TABLE = {
-    "shared": allowed(MESSAGING, "shared"),
+    "shared": allowed(f"{MESSAGING} hiredis", "shared"),
     "kernels": allowed("torch triton", "kernels"),
     "services.gateway": allowed(f"{MESSAGING} aiohttp tokenizers jinja2", "shared", "services.gateway"),
     "services.scheduler": allowed(MESSAGING, "shared", "services.scheduler"),
