@@ -196,7 +196,7 @@ class WorkerSettings(Section):
     max_num_seqs: int = _setting(64, "most sequences in a step", ge=1, le=4096)
     max_num_batched_tokens: int = _setting(512, "most tokens in a step", ge=1, le=1 << 20)
     max_model_len: int = _setting(0, "context length; the model's own when 0", ge=0, le=1 << 24)
-    block_size: int = _setting(16, "tokens in a KV block", ge=1, le=256)
+    block_size: int = _setting(8, "tokens in a KV block; of its last one a sequence wastes half", ge=1, le=256)
     kv_cache_bytes: ByteSize = _setting(ByteSize(0), "size of the KV pool on CPU; from free memory when 0", ge=0)
     gpu_memory_utilization: Annotated[float, _only(0.9)] = _setting(0.9, "share of a GPU's memory to use", gt=0, le=1)
     enable_prefix_caching: bool = _setting(True, PREFIX_CACHING_HELP)

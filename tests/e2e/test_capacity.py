@@ -18,7 +18,8 @@ NUM_BLOCKS = 8
 POOL_TOKENS = NUM_BLOCKS * 16
 
 
-TINY: dict[str, object] = {"scripted_num_blocks": NUM_BLOCKS, "max_model_len": 4096, "scripted_step_ms": 2}
+SHAPE = {"scripted_num_blocks": NUM_BLOCKS, "block_size": 16}
+TINY: dict[str, object] = {**SHAPE, "max_model_len": 4096, "scripted_step_ms": 2}
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
