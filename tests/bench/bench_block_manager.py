@@ -18,7 +18,7 @@ from services.cache_store.store_core import StoreCore
 from shared.block_keys import chain, root_key
 from shared.protocol import Ensure, Inventory, InventoryEntry, Reconcile, Seal, Update, decode, encode, pack_ids
 
-BLOCK_SIZE = 16
+BLOCK_SIZE = 8
 NUM_BLOCKS = 100_000
 PROMPT_TOKENS = 500
 SALT = bytes(32)
