@@ -110,8 +110,9 @@ async def test_with_no_worker_left_streams_wait_for_the_next_one(
 ) -> None:
     async with new_stack(env=SLOW) as stack:
         client = connect(stack.url)
-        answering = client.begin_all(mixed("load"))
-        await wait_until(lambda: len(stack.state.running()) > 10)
+        load = mixed("load")
+        answering = client.begin_all(load)
+        await wait_until(lambda: len(stack.state.running()) > 10 and len(stack.state.keys("r:*")) == len(load))
         worker = stack.process("worker")
         stack.kill(worker)
         await stack.report(worker)

@@ -108,9 +108,9 @@ async def test_after_a_cache_hit(stack: Stack, alone: list[Answer], connect: Con
 
 
 async def test_on_the_other_worker(stack: Stack, alone: list[Answer], connect: Connect) -> None:
-    """Which is the one that has less to do."""
+    """Which is the one that has less to do: the first one answers somebody else, whose prompt it holds in its cache."""
     client = connect(stack.url, TIMEOUT_S)
-    blocker: Json = {"prompt": "The other one is busy. " * 10, "max_tokens": 800, "ignore_eos": True, "stream": True}
+    blocker: Json = {"prompt": STORY + "Then", "max_tokens": 800, "ignore_eos": True, "stream": True} | ALONE
     busy = client.begin(blocker)
     await wait_until(stack.state.running)
     (first,) = {s.worker for s in stack.state.running()}
