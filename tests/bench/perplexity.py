@@ -51,7 +51,8 @@ def main() -> int:
     header = read_gguf(args.model)
     tokenizer = build(header.metadata).backend
     ids = tokenizer.encode(args.text.read_text(encoding="utf-8"), add_special_tokens=False).ids
-    bos = header.metadata["tokenizer.ggml.bos_token_id"] if header.metadata.get("tokenizer.ggml.add_bos_token") else None
+    adds_bos = header.metadata.get("tokenizer.ggml.add_bos_token", False)
+    bos = header.metadata["tokenizer.ggml.bos_token_id"] if adds_bos else None
     engine = load_engine(args.engine, args.model, default_cache_dir(), num_threads=2, kv_cache_bytes=1 << 26)
     total, count = 0.0, 0
     for start in range(0, min(len(ids) // args.context, args.max_windows) * args.context, args.context):
