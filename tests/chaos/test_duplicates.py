@@ -1,4 +1,4 @@
-"""What is delivered twice is done once: queue entries, and a worker's messages; and no clock but Redis' decides."""
+"""Queue entries that are delivered twice are done once."""
 
 from __future__ import annotations
 
@@ -9,10 +9,7 @@ import pytest
 from shared.scripts import SCHEDULER_GROUP
 from tests.chaos import checker
 from tests.chaos.play import Play, Run
-from tests.chaos.sabotage import Cut
 from tests.e2e.load import mixed
-
-SKEW_S = 3600
 
 
 async def entries_come_twice(run: Run) -> None:
@@ -40,37 +37,3 @@ async def entries_come_twice(run: Run) -> None:
 @pytest.mark.slow
 async def test_queue_entries_come_twice(play: Play) -> None:
     await play.play(entries_come_twice, workers=2, schedulers=2, env={"scripted_step_ms": 10, "max_num_seqs": 8})
-
-
-CLOCKS_ARE_WRONG = Cut(
-    "shared/bootstrap.py", old="HEARTBEAT_S = 5.0",
-    body=f"""HEARTBEAT_S = 5.0
-
-
-def _disturb_clock() -> None:
-    import os, time
-
-    real, started = time.time, time.monotonic()
-    skew = {SKEW_S} if os.getpid() % 2 else -{SKEW_S}
-    time.time = lambda: real() + skew + (600 if time.monotonic() - started > 4 else 0)
-
-
-_disturb_clock()""",
-)  # fmt: skip
-
-
-async def wall_clocks_are_wrong(run: Run) -> None:
-    """By an hour, to either side, with a jump of ten minutes in the middle."""
-    for _ in range(2):
-        load = await run.decoding()
-        await load.judged()
-    victim = run.victim("worker", load.running)
-    load = await run.decoding()
-    run.stack.kill(victim)
-    await load.judged()
-    await run.stack.restart(victim)
-
-
-@pytest.mark.slow
-async def test_wall_clocks_are_wrong(play: Play) -> None:
-    await play.play(wall_clocks_are_wrong, cuts=(CLOCKS_ARE_WRONG,), workers=2, schedulers=2, stores=2)

@@ -1,4 +1,4 @@
-"""A gateway is cut off from Redis, has no files left, or dies where nobody looks after its orphans."""
+"""A gateway is cut off from Redis, or dies where nobody looks after its orphans."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import pytest
 
 from tests.chaos import checker
 from tests.chaos.cuts import NOBODY_CANCELS_ORPHANS, NOBODY_READS_THE_LOG
-from tests.chaos.faults import no_more_files
 from tests.chaos.link import DOWN, UP, Mode
 from tests.chaos.play import Play, Run
 from tests.e2e.load import plain
@@ -71,22 +70,3 @@ async def test_killed(play: Play) -> None:
 @pytest.mark.slow
 async def test_killed_where_nobody_cancels_orphans(play: Play) -> None:
     await play.objects(gateway_is_killed, "I1", NOBODY_CANCELS_ORPHANS)
-
-
-async def gateway_has_no_files_left(run: Run) -> None:
-    """Connections that it cannot take wait or are refused; streams go on; afterwards it takes all."""
-    load = await run.decoding()
-    gateway = run.stack.process("gateway")
-    client = run.client()
-    with no_more_files(gateway, spare=4):
-        waiting = client.begin_all([plain(f"connection {i}", 4) for i in range(200)])
-        await load.judged()
-    answers = await waiting
-    for answer in answers:
-        assert answer.broken or answer.status in (429, 503) or answer.done, answer
-    run.figures["answered"] = sum(a.done for a in answers)
-    checker.judge_all(await (await run.decoding(at_least=1)).answering, run.undisturbed)
-
-
-async def test_no_files_left(play: Play) -> None:
-    await play.play(gateway_has_no_files_left, allowed=("Too many open files", "socket.accept", *AWAY))
