@@ -69,7 +69,7 @@ RESUME = Header(
 )
 REQUEST_TIMEOUT = Header(
     deadlines.HEADER, "seconds after which the request is ended, as `timeout` in the body",
-    {"type": "string", "pattern": r"^[0-9]{1,6}(\.[0-9]{1,3})?$"},
+    {"type": "string", "pattern": r"^(?=.*[1-9])[0-9]{1,6}(\.[0-9]{1,3})?$"},
 )  # fmt: skip
 IDEMPOTENCY_KEY = Header(
     resuming.IDEMPOTENCY_KEY, "calls with the same key and body have one answer",

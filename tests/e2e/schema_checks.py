@@ -8,12 +8,16 @@ import schemathesis
 
 from tests.gateway.bad_fields import FURTHER_RULES
 
+NUMBERS_AS_TEXT = ("X-Request-Timeout", "X-Headrace-Resume")  # of which a pattern cannot say the greatest
+
 
 @schemathesis.check
 def what_the_schema_allows_is_refused_only_by_further_rules(ctx: Any, response: Any, case: Any) -> None:
     if response.status_code != 400 or case.meta is None or not case.meta.generation.mode.is_positive:
         return
     error = response.json()["error"]
+    if error["param"] in NUMBERS_AS_TEXT:
+        return
     field = (error["param"] or "").split(".")[0].split("[")[0]
     if field not in FURTHER_RULES.get(case.operation.path, ()):
         raise AssertionError(f"valid by the schema, and refused: {error}")
