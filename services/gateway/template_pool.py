@@ -22,10 +22,12 @@ from services.gateway.admission import unavailable
 from services.gateway.chat_template import CANNOT_RENDER, MAX_OUTPUT_CHARS, ChatTemplateError, Message
 from services.gateway.template_process import HEADER_BYTES, encode_frame
 from shared import launcher
+from shared.runtime import wait_for_event
 
 log = logging.getLogger(__name__)
 
 NUM_CHILDREN = 2  # so that one that hangs does not hold up the others
+START_AFTER_S = 0.05  # an ordinary rendering is over sooner than another child has started
 MAX_CPU_S = 1.0  # of one rendering; an ordinary one takes far below a millisecond
 RENDER_TIMEOUT_S = 10.0  # on a machine where the child gets no processor; its own time is limited by the kernel before
 WAIT_TIMEOUT_S = 10.0  # for a child that has nothing to do
@@ -48,6 +50,7 @@ class TemplatePool:
         self._timeout_s = render_timeout_s
         self._idle: list[Process] = []
         self._all: set[Process] = set()
+        self._returned = asyncio.Event()  # some child has done its work
         self._free = asyncio.Semaphore(NUM_CHILDREN)
         self._tasks: set[asyncio.Task[bytes]] = set()
 
@@ -80,6 +83,9 @@ class TemplatePool:
 
     async def _render(self, call: bytes) -> bytes:
         """By a child that is there, unless it has died meanwhile (memory may be short); else by a new one."""
+        if not self._idle and self._all:
+            self._returned.clear()
+            await wait_for_event(self._returned, START_AFTER_S)
         while self._idle:
             with contextlib.suppress(_Died):
                 return await self._answer_of(self._idle.pop(), call)
@@ -92,6 +98,7 @@ class TemplatePool:
             await self._kill(child)
             raise
         self._idle.append(child)
+        self._returned.set()
         return answer
 
     async def _new_child(self) -> Process:
