@@ -69,7 +69,7 @@ class Stack:
         }  # fmt: skip
         settings: dict[str, object] = {
             "redis_url": redis_url, "model": model, "served_model_name": self.served_name, "retention_s": 60,
-            "engine": "scripted" if model == "scripted" else "torch", "drain_timeout_s": 1,
+            "engine": "scripted" if model == "scripted" else "auto", "drain_timeout_s": 1,
         }  # fmt: skip
         self.environ = {variable(k): str(v) for k, v in (settings | dict(env or {})).items()}
         self.state = State(redis_url, self.served_name)
