@@ -9,7 +9,7 @@ import signal
 import time
 
 from tests.e2e.clients import Answer, Client, Connect, check_same, longest_pause_s
-from tests.e2e.load import NUM_TOKENS, SLOW, USAGE, mixed, plain, words
+from tests.e2e.load import NUM_TOKENS, SLOW, USAGE, chat, mixed, plain, words
 from tests.e2e.process import Process
 from tests.e2e.stack import NewStack, Stack
 from tests.e2e.state import Sequence
@@ -110,9 +110,11 @@ async def test_with_no_worker_left_streams_wait_for_the_next_one(
 ) -> None:
     async with new_stack(env=SLOW) as stack:
         client = connect(stack.url)
+        (await client.ask(chat("starts the process of the template, so that no chat comes late"))).check()
         load = mixed("load")
+        num_requests = len(load) + len(stack.state.keys("r:*"))
         answering = client.begin_all(load)
-        await wait_until(lambda: len(stack.state.running()) > 10 and len(stack.state.keys("r:*")) == len(load))
+        await wait_until(lambda: len(stack.state.running()) > 10 and len(stack.state.keys("r:*")) == num_requests)
         worker = stack.process("worker")
         stack.kill(worker)
         await stack.report(worker)
