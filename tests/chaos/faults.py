@@ -28,6 +28,7 @@ BROKEN = {
     "is delayed": (Mode.HOLD, (UP, DOWN)),
 }  # fmt: skip
 AWAY_S = 0.3  # of a Redis that is killed
+MAX_MEMORY_BYTES = 1 << 30
 
 
 class Faults:
@@ -94,12 +95,11 @@ class Faults:
 
     @contextlib.asynccontextmanager
     async def full(self) -> AsyncIterator[None]:
-        _, before = self._command("CONFIG", "GET", "maxmemory")
-        self._command("CONFIG", "SET", "maxmemory", 1)
+        self.server.limit_memory(1)
         try:
             yield
         finally:
-            self._command("CONFIG", "SET", "maxmemory", before)
+            self.server.limit_memory(MAX_MEMORY_BYTES)
 
     def _command(self, *words: Any) -> Any:
         with redis.Redis.from_url(self.server.url) as client:

@@ -84,6 +84,7 @@ class RandomRun:
         } | options
         self._end = 0.0
         self._tasks: set[asyncio.Task[None]] = set()
+        self._errors: list[BaseException] = []
 
     async def run(self, seconds: float, most: int | None = None) -> Report:
         """Faults for so long, or so many; Violation if something is wrong."""
@@ -102,6 +103,8 @@ class RandomRun:
             working = [self._ask(stack, place, undisturbed) for place in range(4)]
             await asyncio.gather(self._disturb(Faults(stack, server), most), *working, self._watch(stack, started))
         self.report.seconds = time.monotonic() - started
+        if self._errors:
+            raise self._errors[0]
         with checker.invariant("I9"):
             assert not stack.ended_unasked, stack.ended_unasked
         await rest.check()
@@ -131,7 +134,13 @@ class RandomRun:
     def _begin(self, library: Faults, fault: Fault) -> None:
         task = asyncio.create_task(library.carry_out(fault))
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(self._fault_ended)
+
+    def _fault_ended(self, task: asyncio.Task[None]) -> None:
+        """A fault that could not be carried out is the harness' own failure."""
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()):
+            self._errors.append(error)
 
     async def _watch(self, stack: ChaosStack, started: float) -> None:
         while time.monotonic() < self._end:

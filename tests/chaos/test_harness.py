@@ -7,12 +7,18 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
+from typing import cast
 
 import pytest
+import redis
 
 from tests.chaos import cuts
+from tests.chaos.faults import Faults
 from tests.chaos.link import DOWN, UP, Link, Mode
+from tests.chaos.play import ChaosStack
 from tests.chaos.sabotage import Cut, sabotaged_tree
+from tests.chaos.schedule import ON_REDIS, Fault
+from tests.e2e.own_redis import OwnRedis
 from tests.helpers import wait_until
 
 Connected = Callable[[], Awaitable[tuple[asyncio.StreamReader, asyncio.StreamWriter]]]
@@ -39,6 +45,15 @@ def test_a_cut_that_fits_nothing_is_noticed(tmp_path: Path) -> None:
     for wrong in (Cut("shared/bus.py", old="nothing like this", body=""), Cut("shared/bus.py", "", function="no_such")):
         with pytest.raises(AssertionError, match="0 times"):
             sabotaged_tree(tmp_path / wrong.function, (wrong,))
+
+
+@pytest.mark.parametrize("what", list(ON_REDIS))
+async def test_a_fault_of_redis_is_carried_out_and_ends(what: str, tmp_path: Path) -> None:
+    with OwnRedis(tmp_path) as server:
+        faults = Faults(cast(ChaosStack, None), server)
+        await faults.carry_out(Fault(0, what, "redis", 0, 0.1))
+        with redis.Redis.from_url(server.url) as client:
+            assert client.set("key", "value")
 
 
 @pytest.fixture
