@@ -31,8 +31,9 @@ FAST = {("scheduler", "after-assign:3"), ("worker", "after-commit:4")}
 
 
 async def dies_at(run: Run, kind: MemberKind, moment: str) -> None:
-    """All of that kind are replaced by ones that will die there, at the first chance; their successors live."""
-    for process in run.stack.processes(kind):
+    """All of that kind are replaced by ones that will die there, at the first chance; their successors live. Of the
+    workers one stays, or new requests would be refused."""
+    for process in run.stack.processes(kind)[: 1 if kind == "worker" else None]:
         run.stack.kill(process)
         await run.stack.report(process)
         await run.stack.restart(process, crash_at=moment)

@@ -15,12 +15,14 @@ from tests.chaos.play import Play, Run
 from tests.e2e.load import plain
 from tests.helpers import wait_until
 
+NUM_SEQUENCES = 22  # of the load, and of the request that showed that the gateway answers
 AWAY = ("Redis is away", "is repeated")
 
 
 async def gateway_is_cut_off(run: Run, mode: Mode, directions: tuple[str, ...], length_s: float) -> None:
     """Its clients see a pause; what they have missed they are given from the log, each token once."""
     load = await run.decoding()
+    await wait_until(lambda: len(run.stack.state.sequences()) >= NUM_SEQUENCES)  # all are admitted
     cut_at = time.perf_counter()
     async with run.stack.link(run.stack.process("gateway")).broken(mode, directions):
         await asyncio.sleep(length_s)

@@ -21,7 +21,7 @@ async def power_is_cut(run: Run) -> None:
     """Redis too. What was accepted has lost its clients, and does not run for nobody; nothing stale is trusted."""
     assert run.server
     load = await run.decoding()
-    long = run.client().begin_all([plain(f"long {i}", 1500) for i in range(3)])
+    long = run.client().begin_all([plain(f"long {i}", 3500) for i in range(3)])
     await wait_until(lambda: len(run.stack.state.running()) > 12)
     for process in run.stack.processes():
         run.stack.kill(process)
