@@ -59,8 +59,9 @@ class Faults:
             case "loses its connections":
                 self.stack.link(process).reset()
             case "has no files left":
-                with no_more_files(process):
-                    await asyncio.sleep(fault.length_s)
+                if process.port:  # one that still starts needs files to read its code
+                    with no_more_files(process):
+                        await asyncio.sleep(fault.length_s)
             case _:
                 mode, directions = BROKEN[fault.what]
                 async with self.stack.link(process).broken(mode, directions):

@@ -105,10 +105,10 @@ class RandomRun:
         self.report.seconds = time.monotonic() - started
         if self._errors:
             raise self._errors[0]
-        with checker.invariant("I9"):
-            assert not stack.ended_unasked, stack.ended_unasked
         await rest.check()
         checker.check_logs(stack)
+        with checker.invariant("I9"):
+            assert not stack.ended_unasked, stack.ended_unasked
 
     async def _undisturbed(self, stack: ChaosStack, name: str) -> list[Answer]:
         async with closing(Client(stack.url_of(0), ANSWER_TIMEOUT_S)) as client:
