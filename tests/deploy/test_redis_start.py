@@ -82,3 +82,8 @@ def test_compose_gives_each_service_only_its_own_password() -> None:
         if service != "redis":
             assert found == ({users[service]} if service in users else set()), service
     assert "REDIS_PASSWORD" not in text.partition("\nservices:\n")[0]
+
+
+def test_compose_starts_without_passwords_of_ones_own() -> None:
+    uses = re.findall(r"\$\{REDIS_PASSWORD_\w+(.*?)\}", (ROOT / "compose.yaml").read_text())
+    assert uses and set(uses) == {":-inside"}
