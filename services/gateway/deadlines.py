@@ -43,7 +43,9 @@ def time_limits(
 
 
 def _shortest_ms(*seconds: float | None) -> int:
-    return round(min((s for s in seconds if s), default=0) * 1000)
+    """0 where there is none: the shortest that anybody asks for is 1 ms."""
+    shortest_s = min((s for s in seconds if s), default=0)
+    return max(1, round(shortest_s * 1000)) if shortest_s else 0
 
 
 def _from_header(headers: Mapping[str, str]) -> float | None:

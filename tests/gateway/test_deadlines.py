@@ -40,6 +40,11 @@ def test_a_client_can_shorten_each_and_lengthen_none() -> None:
     assert limits_of(header="0.25").total_ms == 250 and limits_of(7, header="9").total_ms == 7000
 
 
+def test_a_time_below_a_millisecond_is_not_taken_for_none() -> None:
+    limits = limits_of({"queue": 1e-9, "first_token": 0.0004, "inter_token": 0.0001, "total": 0.0004})
+    assert limits == TimeLimits(queue_ms=1, first_token_ms=1, inter_token_ms=1, total_ms=1)
+
+
 @pytest.mark.parametrize("header", ["", "0", "-1", "1s", "nan", "inf", "1e3", " 1", "86401", "1" * 400])
 def test_a_header_that_is_no_time_is_refused_by_name(header: str) -> None:
     with pytest.raises(BadRequest) as refused:
