@@ -43,6 +43,8 @@ class Link(asyncio.Protocol):
 
     def send(self, args: tuple[Any, ...]) -> asyncio.Future[Any]:
         """The reply, or the exception that it is. A command may be two words."""
+        if not self.is_open:
+            raise ConnectionError("the connection to Redis is lost")  # between two steps of the caller
         if " " in args[0]:
             args = (*args[0].split(), *args[1:])
         future: asyncio.Future[Any] = self._loop.create_future()

@@ -122,6 +122,15 @@ async def test_all_that_is_under_way_fails_when_the_connection_is_lost() -> None
             assert isinstance(error, ConnectionError) and isinstance(error, LOST)
 
 
+async def test_nothing_is_sent_on_a_connection_that_has_just_been_lost(redis: Redis) -> None:
+    """It would wait for an answer until its time is over."""
+    await redis.ping()
+    link = redis._shared  # type: ignore[attr-defined]
+    link.close(ConnectionError("lost"))
+    with pytest.raises(ConnectionError, match="lost"):
+        await asyncio.wait_for(link.call("PING"), 1)
+
+
 async def test_what_is_not_answered_in_time_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bus, "SOCKET_TIMEOUT_S", 0.05)
 
