@@ -64,7 +64,7 @@ class OpenRequest:
         self._needed = [0] * num_choices  # what the log must reach, since it was announced
         self._arrived: deque[tuple[int, bool, bytes]] = deque()
         self.num_bytes = 0
-        self.heard_at = [0.0] * num_choices  # monotonic time of the last arrival of a choice; 0: nothing has come yet
+        self.heard_at = [0.0] * num_choices  # monotonic time of a choice's last arrival; 0: nothing has come yet
         self.behind = False
         self.ended: Exception | None = None
         self.wake = wake
@@ -189,7 +189,8 @@ class OpenRequest:
             self._require(choice, chunk.first + len(chunk.ids))
             return []
         self.positions[choice] += len(chunk.ids)
-        self.heard_at[choice] = self.heard_at[choice] or time.monotonic()
+        if self.following or not self.heard_at[choice]:  # else what is read of the log came when it arrived
+            self.heard_at[choice] = time.monotonic()
         self._num_chunks[choice] += 1
         if self.kept is not None:
             self.kept.taken(choice, chunk)

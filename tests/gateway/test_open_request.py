@@ -161,6 +161,19 @@ def test_a_log_shorter_than_what_was_announced_is_a_loss() -> None:
         take(request, sequence)
 
 
+def test_who_follows_hears_of_each_token_by_the_log() -> None:
+    """Nothing arrives for it: the time between tokens would be over while they come."""
+    sequence, request = Sequence(), OpenRequest("r", 1, "g", asyncio.Event(), shared=True)
+    request.displace()
+    heard = []
+    for _ in range(2):
+        sequence.commit(1)
+        take(request, sequence)
+        request.fall_behind()
+        heard.append(request.heard_at[0])
+    assert 0 < heard[0] < heard[1]
+
+
 def test_what_arrives_while_behind_is_not_kept() -> None:
     request = a_request()
     request.fall_behind()
