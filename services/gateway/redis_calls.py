@@ -6,12 +6,15 @@ Knows nothing of what is said.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
 from redis.exceptions import ResponseError
 
 from shared.bus import CannotWrite, refuses_writes
+
+log = logging.getLogger(__name__)
 
 CALL_TIMEOUT_S = 2.0  # of one try; a stalled Redis must not hold a response
 
@@ -49,10 +52,14 @@ class Owed:
         await self._any.wait()
 
     async def settle(self) -> None:
-        """Makes the calls; when one is not answered, it and those after it stay owed."""
+        """Makes the calls; when one is not answered, it and those after it stay owed. One that fails is given up: what
+        it is about makes no sense in Redis, and others wait behind it."""
         while self._calls:
             what, call = next(iter(self._calls.items()))
-            await in_time(call())
+            try:
+                await in_time(call())
+            except ResponseError as e:
+                log.error("Redis cannot be told (%s): %s", what, e)
             if self._calls.get(what) is call:
                 del self._calls[what]
         self._any.clear()

@@ -9,6 +9,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 
+from redis.exceptions import ResponseError
+
 from services.scheduler.actions import (
     Action,
     Assign,
@@ -47,8 +49,27 @@ class Executor:
         """The first one, and those after it that go along in the same call to a store; how many."""
         if isinstance(todo[0], Call):
             return await self._call(todo[0].store, todo, core)
-        await self._carry_out_one(todo[0], core)
+        try:
+            await self._carry_out_one(todo[0], core)
+        except ResponseError as e:
+            self._give_up(todo[0], core, e)
         return 1
+
+    def _give_up(self, action: Action, core: SchedulerCore, error: ResponseError) -> None:
+        """A script fails for a sequence whose record makes no sense: the others go on without it. An action about a
+        worker has no such excuse."""
+        match action:
+            case ReadRecord():
+                core.on_record(action.sid, None, b"")
+            case Assign():
+                core.on_assigned(action, "stale", self._clock())
+            case Offer():
+                core.on_offered(action, "stale")
+            case Requeue() | Finish():
+                pass
+            case _:
+                raise error
+        log.error("%s of %s fails in Redis: %s", type(action).__name__, action.sid, error)
 
     async def _carry_out_one(self, action: Action, core: SchedulerCore) -> None:
         match action:

@@ -9,8 +9,11 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
+
+from redis.exceptions import ResponseError
 
 from services.scheduler.core import SchedulerCore
 from services.scheduler.matching import Neighbour
@@ -117,10 +120,11 @@ class Fleet:
             record = await self._records.sequence(sid)
             if record is None or record.state != "placed" or record.worker != worker:
                 continue
-            if record.strikes + 1 > self._max_strikes:
-                await self._condemn(sid, record.epoch, record.strikes + 1)
-            else:
-                await self._scripts.requeue(sid, record.epoch, strikes=1)
+            with _apart(sid):
+                if record.strikes + 1 > self._max_strikes:
+                    await self._condemn(sid, record.epoch, record.strikes + 1)
+                else:
+                    await self._scripts.requeue(sid, record.epoch, strikes=1)
         if placed:
             log.warning("worker %s is gone; %d sequences are queued again", worker, len(placed))
         await self._scripts.bury(worker)
@@ -148,7 +152,8 @@ class Fleet:
                 lost_s = now - self._gateways_lost.get(reader.gateway, (now, now))[0]
                 is_due, code = lost_s >= max(ORPHAN_GRACE_S, reader.resume_ms / 1000), "gateway_gone"
             if is_due:
-                await self._scripts.cancel_if([sid], reader.attach, Outcome(reason="cancelled", code=code))
+                with _apart(sid):
+                    await self._scripts.cancel_if([sid], reader.attach, Outcome(reason="cancelled", code=code))
 
     async def _look_for_gateways(self, gateways: set[str]) -> None:
         """Remembers since when those that read something are known to be dead."""
@@ -170,3 +175,12 @@ class Fleet:
         chosen = (later or sids)[:MAX_READERS]
         self._readers_from = chosen[-1] if len(chosen) < len(sids) else ""
         return chosen
+
+
+@contextmanager
+def _apart(sid: str) -> Iterator[None]:
+    """A script that fails for one sequence, whose record makes no sense, holds up no other."""
+    try:
+        yield
+    except ResponseError as e:
+        log.error("%s is left as it is, a script fails: %s", sid, e)

@@ -60,6 +60,7 @@ end
 -- are taken from what the key may use. Returns nothing.
 local function settle_request(rid)
   local r = P .. 'r:' .. rid
+  if redis.call('EXISTS', r) == 0 then return end
   if redis.call('HINCRBY', r, 'open', -1) > 0 then return end
   local f = redis.call('HMGET', r, 'n', 'retention_ms', 'owner', 'token_ms', 'repeat_key')
   local num_tokens = 0

@@ -67,6 +67,22 @@ async def test_what_is_owed_is_paid_in_order_and_again_after_a_loss() -> None:
         await asyncio.wait_for(owed.wait(), 0.01)
 
 
+async def test_what_redis_refuses_to_hear_holds_up_nothing_else() -> None:
+    """One record that makes no sense ends neither the gateway nor what others are owed."""
+    owed, paid = Owed(), []
+
+    async def refused() -> None:
+        raise ResponseError("a script has failed")
+
+    async def pay() -> None:
+        paid.append("b")
+
+    owed.add("a", refused)
+    owed.add("b", pay)
+    await owed.settle()
+    assert paid == ["b"] and len(owed) == 0
+
+
 async def test_what_is_owed_anew_while_it_is_being_paid_is_paid_again() -> None:
     owed, paid = Owed(), []
 

@@ -203,6 +203,57 @@ async def test_records_that_cannot_be_read_end_one_request(redis_url: str, what:
         assert not service.core.queue
 
 
+def fail_for(monkeypatch: pytest.MonkeyPatch, scripts: Any, name: str, sid: str) -> None:
+    """That script fails for that sequence, as one does whose record makes no sense."""
+    run = scripts._run
+
+    async def failing(called: str, *args: Any) -> Any:
+        if called == name and sid in args:
+            raise ResponseError("attempt to perform arithmetic on a nil value")
+        return await run(called, *args)
+
+    monkeypatch.setattr(scripts, "_run", failing)
+
+
+@pytest.mark.parametrize("script", ["assign", "finish"])
+async def test_a_script_that_fails_for_one_sequence_ends_nothing_else(
+    redis_url: str, monkeypatch: pytest.MonkeyPatch, script: str
+) -> None:
+    async with pipeline_at(redis_url) as p:
+        service = await p.up()
+        fail_for(monkeypatch, service.scripts, script, "odd.0")
+        await p.w.admit("odd")
+        await p.w.admit("r")
+        if script == "finish":
+            await p.w.redis.hset(p.w.key("r:odd"), "spec", b"garbage")
+        await p.settle()
+        assert await p.states("r.0") == ["placed"]
+        view = service.core.workers["w"]
+        assert not service.core.queue and not view.placing and set(view.running) == {"r.0"}
+
+
+@pytest.mark.parametrize("script", ["requeue", "condemn", "cancel_if"])
+async def test_a_script_that_fails_for_one_sequence_holds_up_no_cleaning(
+    redis_url: str, monkeypatch: pytest.MonkeyPatch, script: str
+) -> None:
+    async with pipeline_at(redis_url) as p:
+        service = await p.up()
+        for rid in ("odd", "r"):
+            await p.w.admit(rid)
+        await p.settle()
+        fail_for(monkeypatch, service.scripts, script, "odd.0")
+        if script == "cancel_if":
+            for rid in ("odd", "r"):
+                await p.w.scripts.detach([f"{rid}.0"], 1, 0)
+        else:
+            await p.w.redis.delete(p.w.key("lease:worker:w"))
+        if script == "condemn":
+            for rid in ("odd", "r"):
+                await p.w.redis.hset(p.w.key(f"s:{rid}.0"), "strikes", 5)
+        await service.scan()
+        assert await p.states("odd.0", "r.0") == ["placed", "queued" if script == "requeue" else "done"]
+
+
 async def test_a_queue_entry_of_somebody_else_is_left_alone(redis_url: str) -> None:
     async with pipeline_at(redis_url) as p:
         service = await p.up()

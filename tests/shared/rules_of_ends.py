@@ -32,6 +32,21 @@ async def _(w: World) -> None:
     assert (await w.sequence()).outcome == encode(STOP) and await w.told() == [b"r.0", b"!r.0"]
 
 
+@rules.rule(
+    "a sequence ends also where the record of its request is gone, and makes none",
+    "common",
+    "if redis.call('EXISTS', r) == 0 then return end",
+)
+async def _(w: World) -> None:
+    await w.placed()
+    await w.redis.delete(w.key("r:r"))
+    try:
+        assert await w.scripts.finish("r.0", STOP)
+    finally:
+        assert not await w.exists("r:r")
+    assert (await w.sequence()).state == "done" and await w.told() == [b"!r.0"]
+
+
 @rules.rule("finish makes no record", "finish", "if not f[1] or f[1]", "if f[1]")
 async def _(w: World) -> None:
     try:
