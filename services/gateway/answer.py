@@ -91,13 +91,21 @@ class Answer:
                     await response.write(self._events(deltas) if deltas else sse.KEEP_ALIVE)
             response = response or await _begun(http)  # a client that comes back may have all but the ending
             await response.write(self._ending())
-        except ApiError as e:
+        except ConnectionError:
+            raise  # of the client: there is nobody to tell
+        except Exception as e:
             if response is None:
                 raise
-            await response.write(sse.event(error_body(e)))
+            await response.write(sse.event(error_body(self._told(e))))
             response.force_close()
         await response.write_eof()
         return response
+
+    def _told(self, error: Exception) -> ApiError:
+        if isinstance(error, ApiError):
+            return error
+        log.error("%s: a stream failed", self._generation.rid, exc_info=error)
+        return ApiError(500, "internal error", code="internal_error")
 
     def _events(self, deltas: list[tuple[int, Delta]]) -> bytes:
         """All that is new in one piece, for one write."""

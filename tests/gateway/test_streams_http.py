@@ -448,6 +448,23 @@ async def test_an_error_is_told_after_what_came_before_it(served: Served) -> Non
     assert code_of(await taken_up(served, rid_of(place), events[-2][0])) == (500, "poison_request")
 
 
+async def test_what_fails_unforeseen_after_the_first_byte_is_one_error_event(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No second answer in the midst of the first."""
+    first, _, sid = await begin(served, BODY)
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("a name that no client may see")
+
+    monkeypatch.setattr("services.gateway.choice_stream.ChoiceStream.feed", fail)
+    await served.worker.commit(sid, list(b"two"))
+    text = (await first.read()).decode()
+    assert json.loads(text.removeprefix("data: "))["error"]["code"] == "internal_error"
+    assert "HTTP/1.1" not in text and "no client" not in text
+    await wait_until(lambda: record_is(served, sid, "done"))
+
+
 async def test_the_official_client_asks_for_all_of_a_stream_again(
     served: Served, answering: Callable[..., None]
 ) -> None:
