@@ -2,7 +2,8 @@
 
 Queue, first token and the whole are enforced by the scheduler, by Redis' time, also where no gateway is left. The
 gateway has timers beside it, by its own monotonic clock: for the time between tokens, which only a reader sees, and so
-that a client is told in time when no scheduler is there. One outcome reaches the client, whoever is first.
+that a client is told in time when no scheduler is there. One outcome reaches the client, whoever is first. Whether a
+sequence still queues is for Redis to say.
 """
 
 from __future__ import annotations
@@ -21,7 +22,12 @@ from shared.settings import GatewaySettings, LimitSettings
 HEADER = "X-Request-Timeout"
 _SECONDS = re.compile(r"[0-9]{1,6}(\.[0-9]{1,3})?")
 
+QUEUE_GRACE_S = 0.5  # for a scheduler to end first what waited too long
+
 # as the scheduler's `deadlines.py` words them
+QUEUE = Outcome(
+    reason="error", code="queue_timeout", message="no worker could take the request within its queue timeout"
+)  # fmt: skip
 FIRST_TOKEN = Outcome(
     reason="error", code="first_token_timeout", message="the first token did not come in time"
 )  # fmt: skip
@@ -58,14 +64,17 @@ def _from_header(headers: Mapping[str, str]) -> float | None:
 
 
 class Timers:
-    """Of one call. expire is called once at most; a token costs none of them anything."""
+    """Of one call. expire is called once at most; a token costs none of them anything. end_if_never_placed: of a choice
+    of a request, which then ends with this outcome."""
 
     def __init__(
-        self, limits: TimeLimits, requests: Sequence[OpenRequest], expire: Callable[[Outcome], None], *, resumed: bool
-    ) -> None:
+        self, limits: TimeLimits, requests: Sequence[OpenRequest], expire: Callable[[Outcome], None],
+        end_if_never_placed: Callable[[OpenRequest, int, Outcome], None], *, resumed: bool,
+    ) -> None:  # fmt: skip
         """resumed: the call was taken up again, so that what counts from its admission is the scheduler's alone."""
         self._requests = requests
         self._expire = expire
+        self._end_if_never_placed = end_if_never_placed
         self._inter_token_s = limits.inter_token_ms / 1000
         self._loop = asyncio.get_running_loop()
         self._handles: dict[str, asyncio.TimerHandle] = {}
@@ -73,6 +82,7 @@ class Timers:
         self._arm("inter token", self._inter_token_s, self._check_gaps)
         if not resumed:
             self._arm("first token", limits.first_token_ms / 1000, self._check_first)
+            self._arm("queue", limits.queue_ms and limits.queue_ms / 1000 + QUEUE_GRACE_S, self._check_queue)
 
     def cancel(self) -> None:
         for handle in self._handles.values():
@@ -81,6 +91,12 @@ class Timers:
     def _arm(self, name: str, seconds: float, check: Callable[[], None]) -> None:
         if seconds > 0:
             self._handles[name] = self._loop.call_later(seconds, check)
+
+    def _check_queue(self) -> None:
+        for request in self._requests:
+            for choice in request.open_choices:
+                if not request.heard_at[choice]:
+                    self._end_if_never_placed(request, choice, QUEUE)
 
     def _check_first(self) -> None:
         if any(not request.heard_at[choice] for request in self._requests for choice in request.open_choices):

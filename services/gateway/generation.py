@@ -102,7 +102,9 @@ class Generation:
         if open_prompts:
             await (self._attach if self._attaches else self._admit)(open_prompts)
         requests = [request for _, request in self._requests]
-        self._timers = deadlines.Timers(self._time_limits, requests, self._expire, resumed=self._attaches)
+        self._timers = deadlines.Timers(
+            self._time_limits, requests, self._expire, self._inflight.end_if_never_placed, resumed=self._attaches
+        )
         self._tick(-1)
         return self
 

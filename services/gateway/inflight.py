@@ -254,6 +254,11 @@ class Inflight:
 
         self._owed.add(f"finish {sid}", lambda: self._scripts.finish(sid, outcome))
 
+    def end_if_never_placed(self, request: OpenRequest, choice: int, outcome: Outcome) -> None:
+        """Redis decides whether it has been, and then the outcome comes back as any other."""
+        sid = sequence_id(request.rid, choice)
+        self._owed.add(f"end {sid}", lambda: self._scripts.finish(sid, outcome, epoch=0))
+
     def close(self, request: OpenRequest, outcome: Outcome = CANCELLED) -> None:
         """Nobody waits for this request any more; what still runs of it ends with the outcome. May be repeated."""
         self._attaching.close(request, outcome)

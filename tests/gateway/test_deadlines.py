@@ -66,7 +66,9 @@ async def ask(served: Served, **fields: Any) -> tuple[int, str, float]:
 
 
 @pytest.mark.parametrize(
-    ("timeout", "code"), [(0.2, "timeout"), ({"first_token": 0.2}, "first_token_timeout")], ids=["total", "first token"]
+    ("timeout", "code"),
+    [(0.2, "timeout"), ({"first_token": 0.2}, "first_token_timeout"), ({"queue": 0.2}, "queue_timeout")],
+    ids=["total", "first token", "queue"],
 )
 async def test_without_a_first_token_in_time_the_request_ends(served: Served, timeout: Any, code: str) -> None:
     status, said, took_s = await ask(served, timeout=timeout)

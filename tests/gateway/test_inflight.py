@@ -162,6 +162,22 @@ async def test_a_cancel_is_repeated_until_redis_has_answered(gateway: Gateway) -
         assert (await state_of(gateway, f"{request.rid}.0"))[0] == "done"
 
 
+async def test_a_choice_that_waited_too_long_ends_unless_it_has_ever_been_placed(
+    gateway: Gateway, worker: FakeWorker
+) -> None:
+    request = await submitted(gateway, 3)
+    waiting, placed, back = request.open_sids
+    for sid in (placed, back):
+        await worker.place(sid)
+    await worker.scripts.requeue(back, 1)
+    for choice in range(3):
+        gateway.inflight.end_if_never_placed(request, choice, Outcome(reason="error", code="queue_timeout"))
+    await gateway.inflight.settle()
+    assert [(await state_of(gateway, sid))[0] for sid in (waiting, placed, back)] == ["done", "placed", "queued"]
+    assert outcomes_of(await read_and_take(gateway.inflight, request)) == [(0, "error")]
+    assert request.open_choices == {1, 2}
+
+
 async def test_only_the_choices_that_still_run_are_cancelled(gateway: Gateway, worker: FakeWorker) -> None:
     request = await submitted(gateway, 2)
     first, second = request.open_sids
