@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Awaitable, Callable, Sequence
 
 from services.gateway.open_request import Moved, OpenRequest, RequestLost
@@ -24,6 +25,7 @@ log = logging.getLogger(__name__)
 
 ATTACH_TIMEOUT_S = 6.0  # of all tries
 LEAVE_WAIT_MS = 10_000  # how long clients may take to come back to another gateway when this one stops
+READER_LOOK_S = 2.0  # between two looks whether another gateway lives that answers what is followed here
 MAX_ATTACHMENTS = 10_000  # of one request; each of them reads its log from the beginning
 CANCELLED = Outcome(reason="cancelled")
 
@@ -81,6 +83,19 @@ class Attaching:
             self._drop(request)
             raise RequestLost
         self._take_answer(request, attached)
+
+    async def is_unread(self, request: OpenRequest) -> bool:
+        """Has its reader left, or died with its gateway? Either is cancelled after a while."""
+        if "" in request.readers:
+            return True
+        now = time.monotonic()
+        if now < request.reader_seen_at + READER_LOOK_S:
+            return False
+        request.reader_seen_at = now
+        try:
+            return bool(request.readers - await in_time(self._records.alive("gateway", request.readers)))
+        except LOST:
+            return False
 
     async def _ask(self, request: OpenRequest) -> Attached:
         async with asyncio.timeout(ATTACH_TIMEOUT_S):

@@ -204,7 +204,7 @@ class Inflight:
 
     async def _follow(self, request: OpenRequest) -> None:
         """Looks again a little later; takes up what nobody reads any more, so that it is not cancelled."""
-        if request.unread:
+        if await self._attaching.is_unread(request):
             try:
                 await self._detached(self._attaching.become_reader(request))
             except (Moved, TimeoutError):

@@ -48,7 +48,8 @@ class OpenRequest:
         self.resume_ms = resume_ms
         self.shared = shared
         self.following = False
-        self.unread = False  # nobody was its reader when the log was last read
+        self.readers: frozenset[str] = frozenset()  # gateways, when the log was last read; "": nobody
+        self.reader_seen_at = 0.0  # monotonic time of the last look whether those live
         self.moved_number = 0  # of the newest attach elsewhere that was told
         self.ended_before: frozenset[int] = frozenset()  # choices that were done when this gateway attached
         self.attaching = ""  # the name of a re-attach whose answer is not known yet
@@ -150,7 +151,7 @@ class OpenRequest:
             return []
         if any(len(chunks) == PAGE_CHUNKS for _, _, chunks in found):
             self.fall_behind()
-        self.unread = any(record and record.state != "done" and not record.gateway for _, record, _ in found)
+        self.readers = frozenset(record.gateway for _, record, _ in found if record and record.state != "done")
         events: list[Event] = []
         for choice, record, chunks in found:
             assert record is not None

@@ -235,6 +235,21 @@ async def test_who_shares_an_answer_goes_on_when_another_becomes_its_reader(
     assert await reader_of(gateway, request) == ("placed", other.inflight.incarnation, 2)
 
 
+async def test_who_shares_an_answer_takes_over_where_the_reader_s_gateway_has_died(
+    gateway: Gateway, other: Gateway, worker: FakeWorker
+) -> None:
+    """Else a scheduler would cancel it once the dead gateway's clients have had their time to come back."""
+    request = await submitted(gateway, repeat=Repeat("k", "d"))
+    sid = request.open_sids[0]
+    await worker.place(sid)
+    await attached(other, request, shared=True)
+    await gateway.inflight.read(0)
+    await gateway.redis.delete(gateway.scripts.key(f"lease:gateway:{other.inflight.incarnation}"))
+    await taken(gateway, request)
+    assert not request.following and gateway.inflight.requests == [request]
+    assert await reader_of(gateway, request) == ("placed", gateway.inflight.incarnation, 3)
+
+
 async def test_a_call_that_was_made_before_is_not_ended_by_one_that_was_given_up(
     gateway: Gateway, other: Gateway, monkeypatch: pytest.MonkeyPatch
 ) -> None:
