@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from shared.protocol import Outcome, encode
-from shared.scripts import CommitCode
+from shared.scripts import CommitCode, Repeat
 from tests.shared.script_rules import RuleBook
 from tests.shared.script_world import CANCELLED, STOP, World, entry, spec_of
 
@@ -191,6 +191,17 @@ async def _(w: World) -> None:
     assert request is not None and request.spec == spec_of("q", 2)
     assert (record.strikes, record.num_tokens, record.num_prompt_tokens) == (2, 0, 3)
     assert (await w.sequence("r.0")).state == "done"
+
+
+@rules.rule("a retry is no answer to a repeated call", "retry", "'token_ms', 'repeat_key'", "'token_ms'")
+async def _(w: World) -> None:
+    """Its end would let the key of a newer call expire while that runs."""
+    await w.placed(repeat=Repeat("k", "digest"))
+    await w.scripts.finish("r.0", STOP)
+    await w.scripts.retry("r", spec_of("q"), 2, 1000)
+    await w.redis.persist(w.key("repeat:k"))
+    await w.scripts.finish("q.0", STOP)
+    assert await w.redis.ttl(w.key("repeat:k")) == -1
 
 
 @rules.rule("a retry has no deadline of long ago", "retry", "'end_by', 0", "'end_by', record['end_by']")
