@@ -16,6 +16,7 @@ from shared.bus import CannotWrite, refuses_writes
 
 log = logging.getLogger(__name__)
 
+MAX_OWED = 20_000  # some 80 MB; what is forgotten beyond it at worst runs to its end for nobody
 CALL_TIMEOUT_S = 2.0  # of one try; a stalled Redis must not hold a response
 
 T = TypeVar("T")
@@ -43,7 +44,9 @@ class Owed:
         return len(self._calls)
 
     def add(self, what: str, call: Callable[[], Awaitable[object]]) -> None:
-        """A call that is owed already, under the same name, is replaced."""
+        """A call that is owed already, under the same name, is replaced; of too many the oldest is forgotten."""
+        if what not in self._calls and len(self._calls) >= MAX_OWED:
+            del self._calls[next(iter(self._calls))]
         self._calls[what] = call
         self._any.set()
 

@@ -83,6 +83,22 @@ async def test_what_redis_refuses_to_hear_holds_up_nothing_else() -> None:
     assert paid == ["b"] and len(owed) == 0
 
 
+async def test_what_is_owed_is_bounded_however_long_redis_is_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("services.gateway.redis_calls.MAX_OWED", 2)
+    owed, paid = Owed(), []
+
+    def call(name: str) -> None:
+        async def pay() -> None:
+            paid.append(name)
+
+        owed.add(name, pay)
+
+    for name in ("a", "b", "b", "c"):
+        call(name)
+    await owed.settle()
+    assert paid == ["b", "c"]
+
+
 async def test_what_is_owed_anew_while_it_is_being_paid_is_paid_again() -> None:
     owed, paid = Owed(), []
 
