@@ -20,7 +20,7 @@ from services.gateway.admission import unavailable
 from services.gateway.admitting import Admitting, Specs
 from services.gateway.attaching import CANCELLED, Attaching, TooManyAttachments
 from services.gateway.open_request import Event, Moved, OpenRequest, RequestLost
-from services.gateway.redis_calls import CALL_TIMEOUT_S, Owed, in_time
+from services.gateway.redis_calls import CALL_TIMEOUT_S, Looks, Owed, in_time
 from services.gateway.request_table import RequestTable
 from shared.bus import LOST, StreamReader
 from shared.leases import IDLE_REFRESH_MS, Lapsed, Membership, StreamLost, new_incarnation
@@ -32,7 +32,6 @@ log = logging.getLogger(__name__)
 
 RETRY_TAKE_S = 0.25
 SEQUENCE_ID = re.compile(rb"[\w-]+\.\d+")
-FOLLOW_S = 0.1  # between two looks into the log of a request that another connection reads
 
 T = TypeVar("T")
 
@@ -59,6 +58,7 @@ class Inflight:
         self._reader: StreamReader | None = None
         self._table = RequestTable()
         self._owed = Owed()
+        self._looks = Looks()  # into the logs of requests that other connections read
         self._attaching = Attaching(scripts, records, self._table, self._owed, lambda: self.incarnation)
         self._tasks: set[asyncio.Task[Any]] = set()
 
@@ -212,7 +212,7 @@ class Inflight:
             except (RequestLost, TooManyAttachments) as e:
                 request.end(e)
         if request.following:
-            asyncio.get_running_loop().call_later(FOLLOW_S, request.fall_behind)
+            self._looks.later(request.fall_behind, len(request.open_choices))
 
     # --- staying alive -------------------------------------------------------------------------------------------
 

@@ -1,4 +1,5 @@
-"""How the gateway calls Redis: each call within a time limit, and what must be heard again and again until it is.
+"""How the gateway calls Redis: each call within a time limit, what must be heard again and again until it is, and what
+is looked up every now and then.
 
 Knows nothing of what is said.
 """
@@ -17,6 +18,8 @@ from shared.bus import CannotWrite, refuses_writes
 log = logging.getLogger(__name__)
 
 MAX_OWED = 20_000  # some 80 MB; what is forgotten beyond it at worst runs to its end for nobody
+LOOK_S = 0.1  # between two looks at the same thing
+LOOK_SPACING_S = 0.005  # between two looks at anything, however much there is to look at
 CALL_TIMEOUT_S = 2.0  # of one try; a stalled Redis must not hold a response
 
 T = TypeVar("T")
@@ -66,3 +69,15 @@ class Owed:
             if self._calls.get(what) is call:
                 del self._calls[what]
         self._any.clear()
+
+
+class Looks:
+    """Many who look at the same time look less often, so that they leave Redis to others."""
+
+    def __init__(self) -> None:
+        self._last_at = 0.0
+
+    def later(self, look: Callable[[], None], num_reads: int = 1) -> asyncio.TimerHandle:
+        loop = asyncio.get_running_loop()
+        self._last_at = max(loop.time() + LOOK_S, self._last_at + LOOK_SPACING_S * num_reads)
+        return loop.call_at(self._last_at, look)

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 from redis.exceptions import ConnectionError, OutOfMemoryError, ReadOnlyError, ResponseError
 
-from services.gateway.redis_calls import Owed, in_time
+from services.gateway.redis_calls import Looks, Owed, in_time
 from shared.bus import LOST, CannotWrite
 
 
@@ -112,3 +112,12 @@ async def test_what_is_owed_anew_while_it_is_being_paid_is_paid_again() -> None:
     owed.add("a", first)
     await owed.settle()
     assert paid == ["first", "second"]
+
+
+async def test_many_who_look_at_once_are_spaced_out() -> None:
+    looks, now = Looks(), asyncio.get_running_loop().time()
+    handles = [looks.later(lambda: None, num_reads=2) for _ in range(1000)]
+    for handle in handles:
+        handle.cancel()
+    after_s = [handle.when() - now for handle in handles]
+    assert after_s[0] == pytest.approx(0.1, abs=0.05) and after_s[-1] == pytest.approx(0.1 + 999 * 0.01, abs=0.05)
