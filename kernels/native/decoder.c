@@ -43,12 +43,12 @@ static void embed(struct decoder *d, struct range r) {
     }
 }
 
-static void norm(struct decoder *d, const float *weight, const struct linear *next, const int32_t *from,
-                 struct range r) {
+/* quantises: where a weight that these rows go to is quantised. */
+static void norm(struct decoder *d, const float *weight, int quantises, const int32_t *from, struct range r) {
     for (int i = r.first; i < r.end; i++) {
         float *y = d->normed.x + i * d->normed.stride;
         norm_row(d->x + (from ? from[i] : i) * hidden_stride(d), weight, d->m->eps, d->m->hidden_size, y);
-        if (is_quantised(next)) quantize_row(y, &d->normed, i);
+        if (quantises) quantize_row(y, &d->normed, i);
     }
 }
 
@@ -172,12 +172,12 @@ static void row_phase(struct decoder *d, int phase, struct range r) {
     int layer = (phase - 1) / PHASES_A_LAYER;
     const struct layer *l = m->layers + layer;
     if (layer == m->num_layers) {
-        norm(d, m->final_norm, &m->head, d->step->sample_rows, r);
+        norm(d, m->final_norm, is_quantised(&m->head), d->step->sample_rows, r);
         return;
     }
     switch ((phase - 1) % PHASES_A_LAYER) {
-        case NORM_ATTN: norm(d, l->attn_norm, &l->qkv, NULL, r); break;
-        case NORM_FFN: norm(d, l->ffn_norm, &l->gate, NULL, r); break;
+        case NORM_ATTN: norm(d, l->attn_norm, is_quantised(&l->qkv), NULL, r); break;
+        case NORM_FFN: norm(d, l->ffn_norm, is_quantised(&l->gate) || is_quantised(&l->up), NULL, r); break;
         default: rope(d, l, r);
     }
 }
