@@ -11,6 +11,7 @@
 #include "native.h"
 
 #define SPIN_NS 50000
+#define MAX_HANDED_OUT 32768 /* in a phase: 16 bits, with room for every thread to ask once in vain */
 #if defined(__x86_64__)
 #define RELAX() __builtin_ia32_pause()
 #elif defined(__aarch64__)
@@ -20,13 +21,14 @@
 #endif
 
 struct pool {
-    /* Sequence number of the phase (32 bits), its number of pieces (16), the next piece to hand out (16). In one word,
-       since a thread must not judge a piece of one phase by the size of another. */
+    /* Sequence number of the phase (32 bits), its number of runs of pieces (16), the next run to hand out (16). In one
+       word, since a thread must not judge a run of one phase by the size of another. */
     _Alignas(64) _Atomic uint64_t ticket;
     _Alignas(64) _Atomic uint32_t num_done;
     _Alignas(64) _Atomic uint32_t num_sleeping;
     _Atomic int stopping;
     uint32_t first_phase;  /* sequence number of the task's phase 0 */
+    int num_pieces, run;   /* of the phase; so many pieces are handed out together: one, if there are not very many */
     const struct task *task;
     pthread_mutex_t lock;
     pthread_cond_t changed;
@@ -50,8 +52,11 @@ static void open_phase(struct pool *p, uint32_t phase) {
         if (pieces > 0) break;
         phase++;
     }
+    p->num_pieces = pieces;
+    p->run = (pieces + MAX_HANDED_OUT - 1) / MAX_HANDED_OUT;
+    uint64_t runs = pieces ? (uint64_t)((pieces + p->run - 1) / p->run) : 0;
     atomic_store(&p->num_done, 0);
-    atomic_store(&p->ticket, (uint64_t)phase << 32 | (uint64_t)pieces << 16);
+    atomic_store(&p->ticket, (uint64_t)phase << 32 | runs << 16);
     if (atomic_load(&p->num_sleeping)) {
         pthread_mutex_lock(&p->lock);
         pthread_cond_broadcast(&p->changed);
@@ -77,16 +82,21 @@ static void wait_for_other_than(struct pool *p, uint32_t phase) {
     }
 }
 
+static void run_pieces(struct pool *p, int phase, int run, int thread) {
+    const struct task *task = p->task;
+    int first = run * p->run, left = p->num_pieces - first, end = first + (left < p->run ? left : p->run);
+    for (int piece = first; piece < end; piece++) task->run(task->context, phase, piece, thread);
+}
+
 /* Takes pieces until the present task is over; the number of the phase after its last one. */
 static uint32_t work(struct pool *p, int thread) {
     for (;;) {
         uint64_t ticket = atomic_fetch_add(&p->ticket, 1);
-        uint32_t phase = phase_of(ticket), pieces = ticket >> 16 & 0xffff, piece = ticket & 0xffff;
-        if (piece < pieces) {
-            const struct task *task = p->task;
-            task->run(task->context, (int)(phase - p->first_phase), (int)piece, thread);
-            if (atomic_fetch_add(&p->num_done, 1) + 1 == pieces) open_phase(p, phase + 1);
-        } else if (pieces == 0) {
+        uint32_t phase = phase_of(ticket), runs = ticket >> 16 & 0xffff, run = ticket & 0xffff;
+        if (run < runs) {
+            run_pieces(p, (int)(phase - p->first_phase), (int)run, thread);
+            if (atomic_fetch_add(&p->num_done, 1) + 1 == runs) open_phase(p, phase + 1);
+        } else if (runs == 0) {
             return phase;
         } else {
             wait_for_other_than(p, phase);

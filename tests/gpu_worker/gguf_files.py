@@ -43,9 +43,12 @@ def halves_to_pairs(rows: torch.Tensor, heads: int) -> torch.Tensor:
 
 def write_gguf(
     model: transformers.PreTrainedModel, path: Path, arch: str = "llama", type_name: str = "F32",
-    changes: dict[str, torch.Tensor | None] | None = None,
+    changes: dict[str, torch.Tensor | None] | None = None, types: dict[str, str] | None = None,
 ) -> None:  # fmt: skip
-    """type_name is of the matrices; changes replace (or, with None, drop) tensors by their Hugging Face names."""
+    """type_name is of the matrices, but for those in types.
+
+    changes replace (or, with None, drop) tensors by their Hugging Face names, as types names them.
+    """
     config = model.config
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
@@ -70,7 +73,7 @@ def write_gguf(
                 tensor = halves_to_pairs(tensor, heads)
             elif arch == "llama" and ".k_proj." in name:
                 tensor = halves_to_pairs(tensor, kv_heads)
-            _add(writer, gguf_name(name), tensor.contiguous(), type_name)
+            _add(writer, gguf_name(name), tensor.contiguous(), (types or {}).get(name, type_name))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

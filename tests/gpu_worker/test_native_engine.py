@@ -72,6 +72,28 @@ def test_contexts_of_several_splits(tmp_path: Path) -> None:
         assert torch.equal(last_logits(native, texts, 512), last_logits(native, texts, 100))
 
 
+@pytest.mark.parametrize("threads", [1, 2])
+def test_steps_of_very_many_pieces(tmp_path: Path, threads: int) -> None:
+    """128 KV heads of 520 sequences: more pieces of attention than the 16 bits that count them."""
+    sizes = {"num_attention_heads": 128, "num_key_value_heads": 128, "head_dim": 2, "hidden_size": 128}
+    save("llama", tmp_path, num_hidden_layers=1, **sizes)
+    engine = load_native(tmp_path, kv_cache_bytes=8 << 20, block_size=1)
+    engine.decoder.set_num_threads(threads)
+    texts = [[i % 290] for i in range(520)]
+    want = torch.cat([last_logits(engine, texts[i : i + 260]) for i in (0, 260)])
+    assert torch.equal(last_logits(engine, texts), want)
+
+
+@pytest.mark.parametrize("other", ["gate_proj", "up_proj"])
+def test_gate_and_up_of_different_types(tmp_path: Path, other: str) -> None:
+    path, types = tmp_path / "model.gguf", {f"model.layers.{i}.mlp.{other}.weight": "F16" for i in range(3)}
+    write_gguf(build("llama", **WIDE), path, type_name="Q8_0", types=types)
+    with torch_threads(1):
+        texts = prompts(6, high=60)
+        want, got = (last_logits(load(path, kv_cache_bytes=8 << 20), texts) for load in (load_torch, load_native))
+    assert (got - want).std() / want.std(-1).mean() < 0.08
+
+
 def test_untied_heads_biases_and_left_over_tensors(tmp_path: Path) -> None:
     model = build("llama-biases")
     write_gguf(model, tmp_path / "model.gguf", changes={"model.layers.1.self_attn.o_proj.bias": None})
