@@ -1,6 +1,6 @@
 """Builds the native ops with the system's C compiler, once for each state of the sources.
 
-A library's name holds its instruction set and a hash of sources and flags, so nothing stale is ever found.
+A library's name holds its instruction set and a hash of sources, flags and kind of machine, so nothing stale is found.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def sources() -> list[Path]:
 
 
 def library_name(isa: Isa) -> str:
-    digest = hashlib.sha256(repr((FLAGS, isa.flags)).encode())
+    digest = hashlib.sha256(repr((FLAGS, isa.flags, platform.machine())).encode())
     for path in sources():
         digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
     return f"{isa.name}-{digest.hexdigest()[:16]}"
@@ -85,14 +85,18 @@ def library_name(isa: Isa) -> str:
 
 def load(folder: Path, say: Callable[[str], None]) -> NativeLibrary:
     """The best for this machine: from an image, from folder, or built into folder now. NoNativeOps if there is none."""
-    usable = isas(platform.machine(), cpu_flags())
-    for place in (BUILT, folder):
-        for isa in usable[:1]:
-            path = place / file_name(isa)
-            if path.is_file():
-                return _open(path, isa)
-    isa = usable[0]
-    return _open(build(isa, folder, say), isa)
+    first_failure = None
+    for isa in isas(platform.machine(), cpu_flags()):
+        found = next((path for place in (BUILT, folder) if (path := place / file_name(isa)).is_file()), None)
+        try:
+            library = _open(found or build(isa, folder, say), isa)
+        except NoNativeOps as e:
+            first_failure = first_failure or e
+            continue
+        if first_failure is not None:
+            say(f"Computing with {isa.name} instead: {first_failure}")
+        return library
+    raise first_failure or NoNativeOps("no instruction set is known")
 
 
 def file_name(isa: Isa) -> str:

@@ -69,6 +69,23 @@ def test_a_compiler_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert list((tmp_path / "out").iterdir()) == []
 
 
+def test_a_compiler_that_lacks_the_best_instruction_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An older one knows no -mavxvnni: the next best is built, not torch chosen."""
+    best_library()
+    compile_quickly(monkeypatch)
+    unknown = build.Isa("unknown", "", frozenset(), ("-mno-such-flag",))
+    monkeypatch.setattr(build, "ISAS", (unknown, ISAS[-1]))
+    said: list[str] = []
+    assert build.load(tmp_path, said.append).name == build.library_name(ISAS[-1])
+    assert "portable instead" in said[-1] and "-mno-such-flag" in said[-1]
+
+
+def test_a_folder_for_several_machines(monkeypatch: pytest.MonkeyPatch) -> None:
+    here = build.file_name(ISAS[-1])
+    monkeypatch.setattr(build.platform, "machine", lambda: "another")
+    assert build.file_name(ISAS[-1]) != here
+
+
 def test_a_damaged_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     best_library()
     for isa in ISAS:
