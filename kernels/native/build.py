@@ -150,12 +150,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     def say(line: str) -> None:
         sys.stderr.write(line + "\n")
 
-    try:
-        for isa in chosen:
+    failed = 0  # one that this compiler lacks costs none of the others
+    for isa in chosen:
+        try:
             if not (args.folder / file_name(isa)).is_file():
                 build(isa, args.folder, say)
-    except NoNativeOps as e:
-        say(f"{e}: the slower torch path will be used")
+        except NoNativeOps as e:
+            failed += 1
+            say(f"{isa.name}: {e}")
+    if failed == len(chosen):
+        say("Without CPU kernels torch will compute, which is several times slower.")
         return 1
     return 0
 

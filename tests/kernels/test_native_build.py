@@ -78,6 +78,8 @@ def test_a_compiler_that_lacks_the_best_instruction_set(tmp_path: Path, monkeypa
     said: list[str] = []
     assert build.load(tmp_path, said.append).name == build.library_name(ISAS[-1])
     assert "portable instead" in said[-1] and "-mno-such-flag" in said[-1]
+    assert build.main(["--all", str(tmp_path / "all")]) == 0
+    assert [p.name for p in (tmp_path / "all").iterdir()] == [build.file_name(ISAS[-1])]
 
 
 def test_a_folder_for_several_machines(monkeypatch: pytest.MonkeyPatch) -> None:
