@@ -72,6 +72,8 @@ class Attaching:
         if (other := self._table.find(request.rid)) is not None:
             self._table.remove(other)
             other.displace()
+            if other.following:
+                self._table.follow(other)
         self._table.add(request)
         request.fall_behind()
         try:
@@ -83,6 +85,11 @@ class Attaching:
             self._drop(request)
             raise RequestLost
         self._take_answer(request, attached)
+
+    def follow_again(self, request: OpenRequest) -> None:
+        """It has tried in vain to become the reader."""
+        request.following = True
+        self._table.follow(request)
 
     async def is_unread(self, request: OpenRequest) -> bool:
         """Has its reader left, or died with its gateway? Either is cancelled after a while."""
@@ -160,12 +167,14 @@ class Attaching:
         """Another gateway is the reader, by an attach of this number."""
         if request.displace(number) and request.following:
             self._drop(request)
+            self._table.follow(request)
 
     # --- ends ----------------------------------------------------------------------------------------------------
 
     def forget(self, request: OpenRequest) -> None:
         """It is another's now."""
         self._drop(request)
+        self._table.follow_no_more(request)
 
     def client_left(self, request: OpenRequest) -> None:
         """What still runs of it ends, at once or when the time is over in which the client may come back."""
@@ -181,6 +190,7 @@ class Attaching:
 
     def _end(self, request: OpenRequest, call: Callable[[], Awaitable[object]]) -> None:
         if request not in self._table:
+            self._table.follow_no_more(request)
             return
         if request.attach == 0:
             request.abandoned = True  # its answer is on its way, and will tell what there is to end

@@ -76,7 +76,7 @@ class Inflight:
         return self._table.all()
 
     async def idle(self) -> None:
-        """Returns when no request is open."""
+        """Returns when no request is open, nor followed."""
         await self._table.empty()
 
     # --- going in ------------------------------------------------------------------------------------------------
@@ -119,8 +119,7 @@ class Inflight:
             raise unavailable("the queue does not answer", "queue_unreachable") from None
         except asyncio.CancelledError:
             request.abandoned = True
-            if request.admitted:
-                self.client_left(request)
+            self.client_left(request)
             raise
         return request
 
@@ -208,7 +207,7 @@ class Inflight:
             try:
                 await self._detached(self._attaching.become_reader(request))
             except (Moved, TimeoutError):
-                request.following = True
+                self._attaching.follow_again(request)
             except (RequestLost, TooManyAttachments) as e:
                 request.end(e)
         if request.following:

@@ -14,6 +14,7 @@ class RequestTable:
     def __init__(self) -> None:
         self._requests: dict[str, OpenRequest] = {}
         self._routes: dict[bytes, tuple[OpenRequest, int]] = {}
+        self._followers: set[OpenRequest] = set()
         self._remembered: dict[str, None] = {}
         self._empty = asyncio.Event()
         self._empty.set()
@@ -29,6 +30,7 @@ class RequestTable:
         return self._requests.get(request.rid) is request
 
     def add(self, request: OpenRequest) -> None:
+        self._followers.discard(request)
         self._requests[request.rid] = request
         self._routes |= {sequence_id(request.rid, i).encode(): (request, i) for i in range(request.num_choices)}
         self._empty.clear()
@@ -37,12 +39,25 @@ class RequestTable:
         del self._requests[request.rid]
         for i in range(request.num_choices):
             del self._routes[sequence_id(request.rid, i).encode()]
-        if not self._requests:
-            self._empty.set()
+        self._look_whether_empty()
         if request.admitted:
             self._remembered[request.rid] = None
             if len(self._remembered) > MAX_REMEMBERED:
                 del self._remembered[next(iter(self._remembered))]
+
+    def follow(self, request: OpenRequest) -> None:
+        """It is open too, and hears of nothing here: another connection is the reader."""
+        if not request.abandoned:
+            self._followers.add(request)
+            self._empty.clear()
+
+    def follow_no_more(self, request: OpenRequest) -> None:
+        self._followers.discard(request)
+        self._look_whether_empty()
+
+    def _look_whether_empty(self) -> None:
+        if not self._requests and not self._followers:
+            self._empty.set()
 
     def route(self, sid: bytes) -> tuple[OpenRequest, int] | None:
         """The request and the number of its choice."""
@@ -52,5 +67,5 @@ class RequestTable:
         return rid in self._remembered
 
     async def empty(self) -> None:
-        """Returns when no request is open."""
+        """Returns when no request is open, nor followed."""
         await self._empty.wait()

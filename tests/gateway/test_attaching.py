@@ -250,6 +250,35 @@ async def test_who_shares_an_answer_takes_over_where_the_reader_s_gateway_has_di
     assert await reader_of(gateway, request) == ("placed", gateway.inflight.incarnation, 3)
 
 
+@pytest.mark.parametrize("leaves", ["as a follower", "while it attaches", "before it is displaced"])
+async def test_a_follower_that_has_left_is_not_waited_for(gateway: Gateway, other: Gateway, leaves: str) -> None:
+    request = await submitted(other, repeat=Repeat("k", "d"))
+    if leaves == "as a follower":
+        first = await attached(gateway, request, shared=True, resume_ms=1000)
+        second = await attached(gateway, request, shared=True, resume_ms=1000)
+        assert first.following
+        gateway.inflight.client_left(second)
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(gateway.inflight.idle(), 0.05)
+        gateway.inflight.client_left(first)
+    else:
+        gateway.scripts.pause["attach"] = asyncio.Event()
+        tasks = []
+        for _ in range(2):
+            tasks.append(asyncio.ensure_future(attached(gateway, request, shared=True, resume_ms=1000)))
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+            if leaves == "before it is displaced":
+                tasks[0].cancel()
+                await asyncio.sleep(0)
+                await asyncio.sleep(0)
+        for task in tasks:
+            task.cancel()
+        gateway.scripts.pause.pop("attach").set()
+        await asyncio.gather(*tasks, return_exceptions=True)
+    await asyncio.wait_for(gateway.inflight.idle(), 5)
+
+
 async def test_a_call_that_was_made_before_is_not_ended_by_one_that_was_given_up(
     gateway: Gateway, other: Gateway, monkeypatch: pytest.MonkeyPatch
 ) -> None:
