@@ -47,9 +47,10 @@ class Link(asyncio.Protocol):
             raise ConnectionError("the connection to Redis is lost")  # between two steps of the caller
         if " " in args[0]:
             args = (*args[0].split(), *args[1:])
+        data = hiredis.pack_command(args)  # may fail: nothing may wait for an answer yet, it would be another's
         future: asyncio.Future[Any] = self._loop.create_future()
         self._waiting.append((future, self._loop.time() + self._timeout_s))
-        self._transport.write(hiredis.pack_command(args))
+        self._transport.write(data)
         if self._watch is None:
             self._watch = self._loop.call_later(self._timeout_s, self._look)
         return future

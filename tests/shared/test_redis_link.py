@@ -5,10 +5,18 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
 
 import pytest
 from redis.asyncio import Redis
-from redis.exceptions import AuthenticationError, ConnectionError, NoScriptError, ResponseError, TimeoutError
+from redis.exceptions import (
+    AuthenticationError,
+    ConnectionError,
+    NoScriptError,
+    RedisError,
+    ResponseError,
+    TimeoutError,
+)
 
 from shared import bus
 from shared.bus import LOST, connect
@@ -59,6 +67,13 @@ async def test_an_error_is_that_of_its_command_alone(redis: Redis) -> None:
     )
     assert replies[0] is True and replies[3] == b"1"
     assert isinstance(replies[1], ResponseError) and isinstance(replies[2], NoScriptError)
+
+
+@pytest.mark.parametrize("value", [None, object(), "\ud800"], ids=["none", "an object", "half a character"])
+async def test_a_command_that_cannot_be_written_takes_nobodys_reply(redis: Redis, value: Any) -> None:
+    with pytest.raises((TypeError, ValueError, RedisError)):
+        await redis.execute_command("ECHO", value)
+    assert await asyncio.wait_for(asyncio.gather(*(redis.echo(str(i)) for i in range(3))), 2) == [b"0", b"1", b"2"]
 
 
 async def test_a_reply_that_nobody_waits_for_is_dropped(redis: Redis) -> None:
