@@ -89,6 +89,9 @@ class ToldInflight:
     def finish(self, request: OpenRequest, choice: int, outcome: Outcome) -> None:
         pass
 
+    def end_if_never_placed(self, request: OpenRequest, choice: int, outcome: Outcome) -> None:
+        pass
+
     def close(self, request: OpenRequest, outcome: Outcome) -> None:
         pass
 
