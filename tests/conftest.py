@@ -9,11 +9,15 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 
+import hypothesis
 import pytest
 import redis
 
 from shared.embedded_redis import RedisUnavailable, Server, bundled_server, find_server
 from tests import helpers
+
+hypothesis.settings.register_profile("untimed", deadline=None)  # a busy machine fails no test
+hypothesis.settings.load_profile("untimed")
 
 SERVERS: dict[str, Callable[[], Server]] = {"preferred": find_server, "oldest": bundled_server}
 

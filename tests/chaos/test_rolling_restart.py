@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 DRAIN_S = 1.0  # shorter than most answers take: streams move to the other gateway, sequences to the other worker
 MAX_STOP_S = DRAIN_S + 5.0
 LONG = 250  # tokens, 5 s
-KINDS: list[MemberKind] = ["worker", "scheduler", "store", "gateway"]
+KINDS: list[MemberKind] = ["gateway", "worker", "scheduler", "store"]  # the first while the long answers are young
 
 
 async def replace(stack: Stack, process: Process) -> float:

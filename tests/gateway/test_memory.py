@@ -19,6 +19,8 @@ from services.gateway.responses import ChoiceResult, ResponseBuilder, usage
 from shared.protocol import SamplingParams, TextParams, TokenChunk
 from tests.gateway.conftest import Served
 
+pytestmark = pytest.mark.timeout(240)  # tens of megabytes of JSON, on however busy a machine
+
 MIB = 1 << 20
 PIECE = 1 << 16
 BODIES: dict[str, Any] = {
