@@ -12,7 +12,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 URL=http://127.0.0.1:${HEADRACE_PORT:-8000}
 SCALE=(--scale gpu-worker=2 --scale gateway=2 --scale scheduler=2 --scale cache-store=2)
 NUM_STREAMS=${NUM_STREAMS:-4}
-NUM_TOKENS=${NUM_TOKENS:-96}
+NUM_TOKENS=${NUM_TOKENS:-600}
 export HEADRACE_THREADS=${HEADRACE_THREADS:-1} # two workers on one machine: threads of both on the same cores wait for each other
 WORK=$(mktemp -d)
 trap 'rm -rf "$WORK"' EXIT
