@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import inspect
+import re
 import socket
 import subprocess
 import time
@@ -79,7 +80,7 @@ def write_users(folder: Path) -> Path:
     """An ACL file with the users of a deployment, whose passwords are their names; `default` is for the test itself."""
     path = folder / "users.acl"
     text = redis_acl.acl_file({user.name: user.name for user in redis_acl.USERS})
-    path.write_text(text.replace("user default off\n", "user default on nopass ~* &* +@all\n"))
+    path.write_text(re.sub("^user default off .*", "user default on nopass ~* &* +@all", text))
     return path
 
 

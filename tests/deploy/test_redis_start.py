@@ -7,14 +7,18 @@ import re
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import redis
+from redis.asyncio import Redis as AsyncRedis
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
 from shared import redis_acl
-from tests.helpers import wait_until_sync
+from shared.scripts import Scripts
+from tests.helpers import wait_until, wait_until_sync
+from tests.shared.script_world import MODEL, World
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "deploy" / "redis"
@@ -87,3 +91,27 @@ def test_compose_gives_each_service_only_its_own_password() -> None:
 def test_compose_starts_without_passwords_of_ones_own() -> None:
     uses = re.findall(r"\$\{REDIS_PASSWORD_\w+(.*?)\}", (ROOT / "compose.yaml").read_text())
     assert uses and set(uses) == {":-inside"}
+
+
+async def test_what_scripts_wrote_is_there_after_a_crash(secrets: dict[str, str], tmp_path: Path) -> None:
+    """Redis reads its file back as the user `default`, with that user's rights: without them it drops every
+    transaction, and so all that scripts wrote."""
+    name, password = "gateway", secrets["REDIS_PASSWORD_GATEWAY"]
+    path = str(tmp_path / "s")
+    for status in ("ok", "exists"):
+        with started(secrets, tmp_path) as process:
+            try:
+                wait_until_sync((tmp_path / "s").exists)
+                async with AsyncRedis(unix_socket_path=path, username=name, password=password) as client:
+                    await wait_until(lambda client=client: answers(client))
+                    assert (await World(client, Scripts(client, MODEL)).admit("r"))[0] == status
+            finally:
+                process.kill()
+        (tmp_path / "s").unlink()
+
+
+async def answers(client: Any) -> bool:
+    try:
+        return bool(await client.ping())
+    except redis.exceptions.RedisError:
+        return False
