@@ -109,11 +109,11 @@ def build(isa: Isa, folder: Path, say: Callable[[str], None]) -> Path:
     compiler = next((c for c in map(shutil.which, COMPILERS) if c), None)
     if compiler is None:
         raise NoNativeOps(f"no C compiler was found ({', '.join(COMPILERS)})")
-    say(f"Compiling the CPU kernels for {isa.name} (once, some seconds)…")
     c_files = [str(p) for p in sources() if p.suffix == ".c"]
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder, prefix="building-") as work:
+            say(f"Compiling the CPU kernels for {isa.name} (once, some seconds)…")
             new = Path(work) / "new.so"
             done = subprocess.run(
                 [compiler, *FLAGS, *isa.flags, *c_files, "-o", str(new), "-lm"],

@@ -25,8 +25,8 @@ INLINE void vf_store_half(uint16_t *p, vf a) {
     for (int i = 0; i < 4; i++) p[i] = float_to_half(a[i]);
 }
 INLINE vf vf_load_bf16(const uint16_t *p) {
-    vi bits = {p[0] << 16, p[1] << 16, p[2] << 16, p[3] << 16};
-    return (vf)bits;
+    typedef uint32_t words __attribute__((vector_size(16)));
+    return (vf)((words){p[0], p[1], p[2], p[3]} << 16);
 }
 INLINE vf vf_load_u8(const uint8_t *p) { EACH_LANE((float)p[i]); }
 INLINE vf vf_load_u4(const uint8_t *p, int high) { EACH_LANE((float)(high ? p[i] >> 4 : p[i] & 15)); }
