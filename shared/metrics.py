@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import time
 from collections.abc import Iterable
 from typing import Any
 
@@ -28,8 +29,8 @@ MAX_SNAPSHOT_BYTES = 1 << 20
 LAG_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
 
 
-class LoopMetrics:
-    """How long the event loop was not free, on a service's registry."""
+class ProcessMetrics:
+    """What every service measures of its own process: its CPU time, and how long the event loop was not free."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._lag_s = Histogram(
@@ -39,7 +40,9 @@ class LoopMetrics:
         self._stalls = Counter(
             "headrace_event_loop_stalls", "Turns whose stack was logged, since they took too long", registry=registry
         )
+        self._cpu = Counter("headrace_process_cpu_seconds", "CPU time of the process", registry=registry)
         self._num_seen = 0
+        self._cpu_seen = 0.0
 
     def observe(self) -> None:
         """To be called now and then, in the loop."""
@@ -47,6 +50,9 @@ class LoopMetrics:
         self._lag_s.observe(lag_s)
         self._stalls.inc(num_stalls - self._num_seen)
         self._num_seen = num_stalls
+        cpu = time.process_time()
+        self._cpu.inc(cpu - self._cpu_seen)
+        self._cpu_seen = cpu
 
 
 def snapshot(registry: CollectorRegistry) -> bytes:

@@ -2,31 +2,28 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import asdict
 
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
 from services.cache_store.store_core import StoreCore
-from shared.metrics import LoopMetrics
+from shared.metrics import ProcessMetrics
 
 
 class StoreMetrics:
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
-        self._loop = LoopMetrics(self.registry)
+        self._process = ProcessMetrics(self.registry)
         self._pools = Gauge("headrace_pools_leased", "Pools whose blocks this store owns", registry=self.registry)
         self._blocks = Gauge("headrace_kv_blocks", "Blocks of its pools", ["state"], registry=self.registry)
         self._events = Counter(
             "headrace_prefix_cache", "What the prefix index did, in tokens, blocks or calls", ["count"],
             registry=self.registry,
         )  # fmt: skip
-        self._cpu = Counter("headrace_process_cpu_seconds", "CPU time of the process", registry=self.registry)
         self._seen: dict[str, dict[str, int]] = {}
-        self._cpu_seen = 0.0
 
     def observe(self, core: StoreCore) -> None:
-        self._loop.observe()
+        self._process.observe()
         managers = {worker: pool.manager for worker, pool in core.pools.items()}
         self._pools.set(len(managers))
         total, free = sum(m.num_blocks for m in managers.values()), sum(m.num_free for m in managers.values())
@@ -38,6 +35,3 @@ class StoreMetrics:
                 self._events.labels(name).inc(max(0, value - seen.get(name, 0)))
             self._seen[worker] = counts
         self._seen = {w: c for w, c in self._seen.items() if w in managers}
-        cpu = time.process_time()
-        self._cpu.inc(cpu - self._cpu_seen)
-        self._cpu_seen = cpu

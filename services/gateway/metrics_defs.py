@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from collections import Counter as Counts
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from services.gateway.http_server import Guard
-from shared.metrics import LoopMetrics
+from shared.metrics import ProcessMetrics
 
 SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 TOKEN_SECONDS = (0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1, 2.5, 5)
@@ -44,7 +43,7 @@ class GatewayMetrics:
         self.end_to_end_s = histogram("headrace_e2e_request_latency_seconds", "From request to last token", SECONDS)
         self.prompt_length = histogram("headrace_request_prompt_tokens", "Prompt tokens of a request", TOKENS)
         self.open_requests = Gauge("headrace_open_requests", "Requests being answered", registry=registry)
-        self._loop = LoopMetrics(registry)
+        self.process = ProcessMetrics(registry)
         self._connections = {
             name: Counter(f"headrace_{name}", text, registry=registry)
             for name, text in (
@@ -52,8 +51,6 @@ class GatewayMetrics:
                 ("connections_refused", "Connections beyond the limit, answered with 503"),
             )
         }
-        self._cpu = Counter("headrace_process_cpu_seconds", "CPU time of the process", registry=registry)
-        self._cpu_seen = 0.0
         self._seen: Counts[str] = Counts()
 
     def observe_connections(self, guard: Guard) -> None:
@@ -61,9 +58,3 @@ class GatewayMetrics:
         for name, total in totals.items():
             self._connections[name].inc(total - self._seen[name])
             self._seen[name] = total
-
-    def observe_process(self) -> None:
-        self._loop.observe()
-        cpu = time.process_time()
-        self._cpu.inc(cpu - self._cpu_seen)
-        self._cpu_seen = cpu

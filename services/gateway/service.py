@@ -172,7 +172,7 @@ class GatewayService:
     def _observe(self) -> None:
         self.metrics.open_requests.set(len(self.inflight.requests))
         self.metrics.observe_connections(self.guard)
-        self.metrics.observe_process()
+        self.metrics.process.observe()
 
     async def render_metrics(self) -> bytes:
         """All services' metrics; only this gateway's own while Redis is away."""

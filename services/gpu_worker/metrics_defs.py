@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import time
-
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from services.gpu_worker.engine_thread import EngineLoop
-from shared.metrics import LoopMetrics
+from shared.metrics import ProcessMetrics
 
 SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
 
@@ -15,7 +13,7 @@ SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.
 class WorkerMetrics:
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
-        self._loop = LoopMetrics(self.registry)
+        self._process = ProcessMetrics(self.registry)
         self.step_seconds = self._histogram("headrace_step_seconds", "Duration of the engine's steps")
         self.commit_seconds = self._histogram("headrace_commit_seconds", "Round trips of commits")
         self._running = Gauge("headrace_num_sequences_running", "Sequences that it runs", registry=self.registry)
@@ -29,7 +27,6 @@ class WorkerMetrics:
                 ("generation_tokens", "Tokens drawn"),
                 ("prefill_tokens", "Tokens computed without being drawn from, and last prompt tokens"),
                 ("cached_prompt_tokens", "Prompt tokens that need no computing"),
-                ("process_cpu_seconds", "CPU time of the process"),
             )
         }
         self._events = Counter(
@@ -42,7 +39,7 @@ class WorkerMetrics:
         return Histogram(name, text, buckets=SECONDS, registry=self.registry)
 
     def observe(self, loop: EngineLoop) -> None:
-        self._loop.observe()
+        self._process.observe()
         with loop.lock:
             running = loop.running
             counts = dict(running.counts)
@@ -63,7 +60,7 @@ class WorkerMetrics:
         for state, number in states.items():
             self._blocks.labels(state).set(number)
         self._speed.set(loop.cost.tokens_per_second)
-        for name, total in {**totals, "process_cpu_seconds": time.process_time()}.items():
+        for name, total in totals.items():
             self._totals[name].inc(self._new(name, total))
         for event, count in counts.items():
             self._events.labels(event).inc(self._new(f"event {event}", count))

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import time
-
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from services.scheduler.core import SchedulerCore
-from shared.metrics import LoopMetrics
+from shared.metrics import ProcessMetrics
 
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 
@@ -15,7 +13,7 @@ SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120,
 class SchedulerMetrics:
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
-        self._loop = LoopMetrics(self.registry)
+        self._process = ProcessMetrics(self.registry)
         self._waiting = self._gauge("headrace_num_requests_waiting", "Sequences in the queue of this scheduler")
         self._running = self._gauge("headrace_num_requests_running", "Sequences placed on the workers it leases")
         self._workers = self._gauge("headrace_workers_leased", "Workers it leases")
@@ -29,17 +27,15 @@ class SchedulerMetrics:
             "headrace_scheduler_events", "What became of sequences on their way to a worker", ["event"],
             registry=self.registry,
         )  # fmt: skip
-        self._cpu = Counter("headrace_process_cpu_seconds", "CPU time of the process", registry=self.registry)
         self._redis_cpu = Counter("headrace_redis_cpu_seconds", "CPU time of Redis", registry=self.registry)
         self._redis_cpu_seen = 0.0
         self._seen: dict[str, int] = {}
-        self._cpu_seen = 0.0
 
     def _gauge(self, name: str, text: str) -> Gauge:
         return Gauge(name, text, registry=self.registry)
 
     def observe(self, core: SchedulerCore) -> None:
-        self._loop.observe()
+        self._process.observe()
         views = core.workers.values()
         self._waiting.set(len(core.queue))
         self._running.set(sum(len(v.running) for v in views))
@@ -51,9 +47,6 @@ class SchedulerMetrics:
         for event, count in core.counts.items():
             self._decisions.labels(event).inc(max(0, count - self._seen.get(event, 0)))
         self._seen = dict(core.counts)
-        cpu = time.process_time()
-        self._cpu.inc(cpu - self._cpu_seen)
-        self._cpu_seen = cpu
 
     def observe_redis(self, cpu: dict[str, float]) -> None:
         """cpu: the section of that name in Redis' INFO."""

@@ -15,7 +15,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from shared.loop_watch import LOOK_S, WatchedLoop, lag_s
-from shared.metrics import LoopMetrics
+from shared.metrics import ProcessMetrics
 
 
 def run(work: Callable[[], Coroutine[Any, Any, None]], stall_s: float = 0.2) -> WatchedLoop:
@@ -70,7 +70,7 @@ def test_metrics_tell_of_both() -> None:
     registry = CollectorRegistry()
 
     async def observe() -> None:
-        metrics = LoopMetrics(registry)
+        metrics = ProcessMetrics(registry)
         a_blocking_call(0.2 + 2.5 * LOOK_S)
         await asyncio.sleep(0)
         metrics.observe()
