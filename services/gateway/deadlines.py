@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from services.gateway.errors import BadRequest
 from services.gateway.open_request import OpenRequest
 from services.gateway.openai_schema import MAX_TIMEOUT_S, Timeouts
+from shared import timeouts
 from shared.protocol import Outcome, TimeLimits
 from shared.settings import GatewaySettings, LimitSettings
 
@@ -23,16 +24,6 @@ HEADER = "X-Request-Timeout"
 _SECONDS = re.compile(r"[0-9]{1,6}(\.[0-9]{1,3})?")
 
 QUEUE_GRACE_S = 0.5  # for a scheduler to end first what waited too long
-
-# as the scheduler's `deadlines.py` words them
-QUEUE = Outcome(
-    reason="error", code="queue_timeout", message="no worker could take the request within its queue timeout"
-)  # fmt: skip
-FIRST_TOKEN = Outcome(
-    reason="error", code="first_token_timeout", message="the first token did not come in time"
-)  # fmt: skip
-INTER_TOKEN = Outcome(reason="error", code="inter_token_timeout", message="the next token did not come in time")
-TOTAL = Outcome(reason="error", code="timeout", message="the request took too long")
 
 
 def time_limits(
@@ -78,7 +69,7 @@ class Timers:
         self._inter_token_s = limits.inter_token_ms / 1000
         self._loop = asyncio.get_running_loop()
         self._handles: dict[str, asyncio.TimerHandle] = {}
-        self._arm("total", limits.total_ms / 1000, lambda: expire(TOTAL))
+        self._arm("total", limits.total_ms / 1000, lambda: expire(timeouts.TOTAL))
         self._arm("inter token", self._inter_token_s, self._check_gaps)
         if not resumed:
             self._arm("first token", limits.first_token_ms / 1000, self._check_first)
@@ -96,11 +87,11 @@ class Timers:
         for request in self._requests:
             for choice in request.open_choices:
                 if not request.heard_at[choice]:
-                    self._end_if_never_placed(request, choice, QUEUE)
+                    self._end_if_never_placed(request, choice, timeouts.QUEUE)
 
     def _check_first(self) -> None:
         if any(not request.heard_at[choice] for request in self._requests for choice in request.open_choices):
-            self._expire(FIRST_TOKEN)
+            self._expire(timeouts.FIRST_TOKEN)
 
     def _check_gaps(self) -> None:
         """Looks when the next one could be due at the earliest."""
@@ -108,6 +99,6 @@ class Timers:
         heard = [request.heard_at[choice] for request in self._requests for choice in request.open_choices]
         left_s = min((at for at in heard if at), default=now) + self._inter_token_s - now
         if left_s <= 0:
-            self._expire(INTER_TOKEN)
+            self._expire(timeouts.INTER_TOKEN)
         else:
             self._arm("inter token", left_s, self._check_gaps)

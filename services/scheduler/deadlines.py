@@ -14,19 +14,10 @@ from services.scheduler.actions import Finish
 from services.scheduler.outbound import Outbound
 from services.scheduler.sequence import Queued, QueueState, Running
 from services.scheduler.worker_view import WorkerView
+from shared import timeouts
 from shared.protocol import Outcome
 
 LOOK_S = 0.1  # between two looks through everything
-
-
-def _error(code: str, message: str) -> Outcome:
-    return Outcome(reason="error", code=code, message=message)
-
-
-# as the gateway's `deadlines.py` words them
-QUEUE = _error("queue_timeout", "no worker could take the request within its queue timeout")
-FIRST_TOKEN = _error("first_token_timeout", "the first token did not come in time")
-TOTAL = _error("timeout", "the request took too long")
 
 
 class Deadlines:
@@ -73,7 +64,7 @@ class Deadlines:
         if not needed_s > left_s:
             return None
         message = f"the prompt alone takes about {needed_s:.1f} s, and {max(0.0, left_s):.1f} s are left"
-        return _error("deadline_exceeded", message)
+        return Outcome(reason="error", code="deadline_exceeded", message=message)
 
     def redis_ms(self, now: float) -> float:
         """NaN while it is not known."""
@@ -82,7 +73,7 @@ class Deadlines:
 
 def _overdue(sequence: Queued | Running, redis_ms: float) -> Outcome | None:
     if isinstance(sequence, Queued) and 0 < sequence.start_by_ms < redis_ms:
-        return QUEUE
+        return timeouts.QUEUE
     if 0 < sequence.first_by_ms < redis_ms:
-        return FIRST_TOKEN
-    return TOTAL if 0 < sequence.end_by_ms < redis_ms else None
+        return timeouts.FIRST_TOKEN
+    return timeouts.TOTAL if 0 < sequence.end_by_ms < redis_ms else None
