@@ -6,7 +6,6 @@ Nothing here knows what is served: `Runner` is `web.AppRunner` for any applicati
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import os
 import resource
@@ -19,6 +18,7 @@ from aiohttp import web
 from aiohttp.web_protocol import RequestHandler
 
 from services.gateway.errors import ApiError, BadRequest, error_body
+from services.gateway.sse import dump
 
 log = logging.getLogger(__name__)
 
@@ -34,9 +34,7 @@ BACKLOG = 1024
 # and tries again as many times in a row.
 ACCEPTS_AT_ONCE = 8
 SERVER_NAME = "headrace"
-_TOO_MANY_BODY = json.dumps(
-    error_body(ApiError(503, "too many connections are open", code="too_many_connections"))
-).encode()
+_TOO_MANY_BODY = dump(error_body(ApiError(503, "too many connections are open", code="too_many_connections")))
 TOO_MANY = (
     b"HTTP/1.1 503 Service Unavailable\r\nServer: headrace\r\nRetry-After: 1\r\nConnection: close\r\n"
     b"Content-Type: application/json\r\nContent-Length: %d\r\n\r\n%b" % (len(_TOO_MANY_BODY), _TOO_MANY_BODY)
@@ -189,10 +187,7 @@ class Runner(web.AppRunner):
 
 def json_response(body: Any, status: int = 200, headers: dict[str, str] | None = None) -> web.Response:
     """body: a value, or bytes that are JSON already."""
-    if isinstance(body, bytes):
-        data = body
-    else:
-        data = json.dumps(body, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
+    data = body if isinstance(body, bytes) else dump(body)
     return web.Response(
         body=data, status=status, content_type="application/json", headers={"Server": SERVER_NAME} | (headers or {})
     )

@@ -6,19 +6,17 @@ reason; then, if asked for, one chunk with usage and no choices. Knows nothing o
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from services.gateway.choice_stream import Delta, TokenLogprob
+from services.gateway.sse import dump
 from services.gateway.tokenization import Tokenizer
 
 LOGPROB_FLOOR = -9999.0  # JSON has no infinity; vLLM's and OpenAI's value for "impossible"
 
 Json = dict[str, Any]
-
-_encoder = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
 
 
 def usage(num_prompt_tokens: int, num_completion_tokens: int, cached_tokens: int) -> Json:
@@ -101,16 +99,16 @@ class ResponseBuilder:
     def whole(self, choices: Sequence[ChoiceResult], usage: Json) -> bytes:
         """The body of an answer that is not streamed."""
         written = b",".join([self._choice(i, c) for i, c in enumerate(choices)])
-        return _fields(self._whole) + b',"choices":[' + written + b'],"usage":' + _encode(usage) + b"}"
+        return _fields(self._whole) + b',"choices":[' + written + b'],"usage":' + dump(usage) + b"}"
 
     def written(self, entries: Sequence[TokenLogprob]) -> list[bytes]:
         """Log-probabilities as they stand in `whole`: an object each for chat, a value in each of four lists else."""
         if not self._with_logprobs:
             return []
         if self._chat:
-            return [_encode(self._chat_entry(entry)) for entry in entries]
+            return [dump(self._chat_entry(entry)) for entry in entries]
         lists = self._logprobs(entries).values()
-        return [_encode(value) for row in zip(*lists, strict=True) for value in row]
+        return [dump(value) for row in zip(*lists, strict=True) for value in row]
 
     def _with_choice(self, index: int, content: Json, logprobs: Json | None, finish_reason: str | None) -> Json:
         choice = {"index": index, **content, "logprobs": logprobs, "finish_reason": finish_reason}
@@ -119,7 +117,7 @@ class ResponseBuilder:
     def _choice(self, index: int, result: ChoiceResult) -> bytes:
         text = "".join(result.texts)
         content: Json = {"message": {"role": "assistant", "content": text}} if self._chat else {"text": text}
-        head, finish = _fields({"index": index, **content}), _encode(result.finish_reason)
+        head, finish = _fields({"index": index, **content}), dump(result.finish_reason)
         return head + b',"logprobs":' + self._written_whole(result.logprobs) + b',"finish_reason":' + finish + b"}"
 
     def _written_whole(self, logprobs: list[bytes]) -> bytes:
@@ -162,13 +160,9 @@ class ResponseBuilder:
         return best
 
 
-def _encode(value: Any) -> bytes:
-    return _encoder.encode(value).encode()
-
-
 def _fields(value: Json) -> bytes:
     """An object that is not closed yet."""
-    return _encode(value)[:-1]
+    return dump(value)[:-1]
 
 
 def _clamped(logprob: float) -> float:
