@@ -87,7 +87,7 @@ class Fairness:
         if view.num_sequences + left >= view.member.max_num_seqs or queued.key in view.full_for:
             return True
         ahead = sum(r.num_tokens - r.num_computed for r in view.running.values() if r.key == queued.key)
-        ahead += sum(q.num_tokens for q in self._on_their_way(view) if q.key == queued.key)
+        ahead += sum(q.num_tokens for q in view.on_their_way(self._queue) if q.key == queued.key)
         return 0 < view.prefill_tokens_per_second * PREFILL_AHEAD_S < ahead
 
     def blocks_left(self, queued: Queued, view: WorkerView, now: float) -> int:
@@ -108,7 +108,4 @@ class Fairness:
         return richest if richest is not None and self._used[richest] > self._used[queued.key] else None
 
     def _num_there(self, view: WorkerView) -> Counter[str]:
-        return Counter([*(r.key for r in view.running.values()), *(q.key for q in self._on_their_way(view))])
-
-    def _on_their_way(self, view: WorkerView) -> list[Queued]:
-        return [self._queue[s] for s in (*view.placing, *view.following) if s in self._queue]
+        return Counter([*(r.key for r in view.running.values()), *(q.key for q in view.on_their_way(self._queue))])

@@ -28,14 +28,13 @@ class Room:
         return queued.strikes >= self._max_strikes
 
     def _has_suspect(self, view: WorkerView) -> bool:
-        on_their_way = (self._queue[s] for s in (*view.placing, *view.following) if s in self._queue)
+        on_their_way = view.on_their_way(self._queue)
         return any(r.suspect for r in view.running.values()) or any(map(self.is_suspect, on_their_way))
 
     def must_wait(self, queued: Queued, view: WorkerView) -> bool:
         """Where blocks are scarce, a store is asked for one sequence after another: else a later one would take what
         the first one waits for."""
-        on_their_way = (self._queue[s] for s in view.placing if s in self._queue)
-        asked_for = [q for q in on_their_way if q.state is QueueState.ENSURING]
+        asked_for = [q for q in view.on_their_way(self._queue) if q.state is QueueState.ENSURING]
         promised = sum(view.num_blocks_for(q.num_tokens) for q in (queued, *asked_for))
         return bool(asked_for) and promised + len(view.running) > view.num_free
 

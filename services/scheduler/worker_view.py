@@ -8,10 +8,11 @@ store changed) starts again at TAKING_OVER under the same run term.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
-from services.scheduler.sequence import Running
+from services.scheduler.sequence import Queued, Running
 from shared.protocol import MAX_MESSAGE_BYTES, Member
 
 SPARE_SECONDS = 2.0  # the spare grant lasts this long at the worker's measured speed
@@ -69,6 +70,10 @@ class WorkerView:
     @property
     def num_sequences(self) -> int:
         return len(self.running) + len(self.placing) + len(self.following)
+
+    def on_their_way(self, queue: Mapping[str, Queued]) -> list[Queued]:
+        """Those of the queue that are being placed there, or wait for another's blocks."""
+        return [queue[sid] for sid in (*self.placing, *self.following) if sid in queue]
 
     def num_slots(self) -> int:
         """How many sequences more may be placed there: one more than its batch takes, so that no slot waits for a
