@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable
 from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
+from services.gateway import deadlines, resuming
 from services.gateway.admission import TryLater, rate_limit_headers
 from services.gateway.errors import ApiError, error_body
 from services.gateway.http_server import SERVER_NAME, json_response
@@ -25,6 +26,10 @@ RID: web.RequestKey[str] = web.RequestKey("rid", str)  # of the request, and of 
 ADMISSION: web.RequestKey[Admission] = web.RequestKey("admission", Admission)
 CLIENT_ID: web.RequestKey[str] = web.RequestKey("client_id", str)
 
+ALLOWED_HEADERS = ", ".join(
+    ["Authorization", "Content-Type", "X-Request-Id", resuming.IDEMPOTENCY_KEY, resuming.LAST_EVENT_ID, resuming.RESUME]
+    + [deadlines.HEADER]
+)
 EXPOSED_HEADERS = ", ".join(
     ["X-Request-Id", "Retry-After"]
     + [f"x-ratelimit-{of}-{what}" for of in ("limit", "remaining", "reset") for what in ("requests", "tokens")]
@@ -115,10 +120,7 @@ def cross_origin(origins: tuple[str, ...]) -> Middleware:
             return await handler(request)
         headers = {
             "Access-Control-Allow-Methods": "GET, POST, DELETE",
-            "Access-Control-Allow-Headers": (
-                "Authorization, Content-Type, X-Request-Id, Idempotency-Key, Last-Event-ID, X-Headrace-Resume, "
-                "X-Request-Timeout"
-            ),
+            "Access-Control-Allow-Headers": ALLOWED_HEADERS,
             "Access-Control-Max-Age": "600",
         }
         return web.Response(status=204, headers=headers)
