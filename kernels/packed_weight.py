@@ -72,10 +72,6 @@ class PackedWeight:
     sub_min: torch.Tensor | None = None
 
     @property
-    def is_dense(self) -> bool:
-        return self.type_name in DENSE
-
-    @property
     def num_bytes(self) -> int:
         planes = (self.codes, self.high, self.d, self.m, self.sub, self.sub_min)
         return sum(p.numel() * p.element_size() for p in planes if p is not None)

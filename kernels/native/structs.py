@@ -58,12 +58,6 @@ class Model(ctypes.Structure):
     ]  # fmt: skip
 
 
-class Span(ctypes.Structure):
-    _fields_: ClassVar[_Fields] = [
-        (name, c_int32) for name in ("first_row", "num_rows", "first_position", "first_block")
-    ]
-
-
 class Step(ctypes.Structure):
     _fields_: ClassVar[_Fields] = [
         *((name, c_int32) for name in ("num_rows", "num_spans", "num_samples", "reserved")),

@@ -19,9 +19,6 @@ class BlockMap:
     def num_held(self) -> int:
         return len(self._holders)
 
-    def in_pool(self, block_ids: Iterable[int]) -> bool:
-        return all(0 <= b < self.num_blocks for b in block_ids)
-
     def is_free(self, block_id: int) -> bool:
         """Nobody can write or read it here: it may be handed to one writer."""
         return 0 <= block_id < self.num_blocks and block_id not in self.spares and block_id not in self._holders
