@@ -1,8 +1,9 @@
 -- Bounds, records and queue entries of a call: of all its prompts, or of none. Idempotent by its first rid and, where it
--- has one, by its repeat key. The first write is refused on a full server: nothing is half done. ARGV: max_requests, max_tokens, gateway, priority,
--- resume_ms, owner, what the owner (an API key) may have: open prompts, calls a minute, tokens a minute (0 = any), time
--- limits (ms, 0 = none) of which deadlines are made here: to start, for the first token, for all; repeat key or '', how many
--- fields, name and value of each, as they go into every request's record, then 5 a prompt: rid, n, tokens, prompt, spec.
+-- has one, by its repeat key. The first write is refused on a full server: nothing is half done. ARGV: max_requests,
+-- max_tokens, gateway, priority, resume_ms, owner, what the owner (an API key) may have: open prompts, calls a minute,
+-- tokens a minute (0 = any), time limits (ms, 0 = none) of which deadlines are made here: to start, for the first token,
+-- for all; repeat key or '', how many fields, name and value of each, as they go into every request's record, then 5 a
+-- prompt: rid, n, tokens, prompt, spec.
 -- Answer: {status, the number that it is about, ms to wait, sequences that have ever left the queue, then of requests
 -- and of tokens: what is left of the owner's minute, ms until all of it is; the rid of the call that is meant}.
 local max_requests, max_tokens = tonumber(ARGV[1]), tonumber(ARGV[2])
@@ -63,18 +64,13 @@ local function admit(rid, choices, prompt_tokens, prompt, spec)
   if per_minute.tokens > 0 then redis.call('HSET', P .. 'r:' .. rid, 'token_ms', MINUTE_MS / per_minute.tokens) end
   for i = 0, choices - 1 do
     local sid = rid .. '.' .. i
-    local s = sequence_key(sid)
-    redis.call('HSET', s, 'epoch', 0, 'gateway', gateway, 'attach', 1, 'num_tokens', 0, 'strikes', 0,
-      'prompt_tokens', prompt_tokens, 'priority', priority, 'arrival_ms', now, 'resume_ms', resume_ms)
-    enqueue(sid, s, 0)
+    enqueue(sid, new_sequence(sid, 'gateway', gateway, 'prompt_tokens', prompt_tokens, 'priority', priority,
+      'arrival_ms', now, 'resume_ms', resume_ms), 0)
   end
 end
 
 for i = first, #ARGV, 5 do admit(ARGV[i], tonumber(ARGV[i + 1]), ARGV[i + 2], ARGV[i + 3], ARGV[i + 4]) end
-if repeat_key ~= '' then
-  redis.call('HSET', P .. 'r:' .. rid, 'repeat_key', repeat_key)
-  redis.call('SET', P .. 'repeat:' .. repeat_key, rid)
-end
+name_for_repeats(rid, repeat_key)
 if per_minute.requests > 0 then take_from_bucket(owner, 'requests', now, MINUTE_MS / per_minute.requests) end
 if per_minute.tokens > 0 then
   take_from_bucket(owner, 'tokens', now, prompt_tokens * MINUTE_MS / per_minute.tokens)

@@ -18,6 +18,20 @@ local function open_queue() redis.pcall('XGROUP', 'CREATE', P .. 'requests', 'sc
 local function sequence_key(sid) return P .. 's:' .. sid end
 local function request_of(sid) return string.match(sid, '^(.*)%.%d+$') end
 
+-- A sequence before its first place. Its fields: name, value..., besides those that all begin with. Returns its key.
+local function new_sequence(sid, ...)
+  local s = sequence_key(sid)
+  redis.call('HSET', s, 'epoch', 0, 'attach', 1, 'num_tokens', 0, 'strikes', 0, ...)
+  return s
+end
+
+-- By this key a call that is repeated finds the first one, as long as that is kept.
+local function name_for_repeats(rid, key)
+  if key == '' then return end
+  redis.call('HSET', P .. 'r:' .. rid, 'repeat_key', key)
+  redis.call('SET', P .. 'repeat:' .. key, rid)
+end
+
 -- The header carries the deadlines that still count: to start, until it has been placed once; for the first token, until
 -- there is one; for all of it.
 local function enqueue(sid, s, epoch)

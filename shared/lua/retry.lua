@@ -16,10 +16,7 @@ redis.call('HDEL', r, 'token_ms', 'repeat_key')
 for i = 0, record['n'] - 1 do
   local sid = new .. '.' .. i
   local f = redis.call('HMGET', sequence_key(old .. '.' .. i), 'prompt_tokens', 'priority')
-  local s = sequence_key(sid)
-  redis.call('HSET', s, 'epoch', 0, 'gateway', '', 'attach', 1, 'num_tokens', 0, 'strikes', strikes, 'prompt_tokens',
-    f[1], 'priority', f[2], 'arrival_ms', now, 'resume_ms', resume_ms,
-    'orphan_at_ms', now + resume_ms)
-  enqueue(sid, s, 0)
+  enqueue(sid, new_sequence(sid, 'gateway', '', 'strikes', strikes, 'prompt_tokens', f[1], 'priority', f[2],
+    'arrival_ms', now, 'resume_ms', resume_ms, 'orphan_at_ms', now + resume_ms), 0)
 end
 return 'ok'

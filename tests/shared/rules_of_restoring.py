@@ -41,7 +41,7 @@ async def _(w: World) -> None:
 @rules.rule(
     "restore brings back the repeat key",
     "restore",
-    "redis.call('SET', P .. 'repeat:' .. ARGV[13], rid)",
+    "name_for_repeats(rid, ARGV[13])",
 )
 async def _(w: World) -> None:
     await w.gateway()
