@@ -9,6 +9,7 @@ import argparse
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -17,7 +18,7 @@ from kernels.matmul_a8 import matmul_a8
 from kernels.native import build
 from kernels.native.library import NativeLibrary, Pool
 from kernels.packed_weight import GROUP, Codes, PackedWeight, pack, pack_dense
-from kernels.quantize_a8 import quantize_a8
+from kernels.quantize_a8 import QuantizedRows, quantize_a8
 from services.gpu_worker.batch import Chunk
 from services.gpu_worker.native_engine import NativeEngine
 from tests.gpu_worker.tiny_models import Runner
@@ -45,18 +46,18 @@ def random_weight(rows: int, columns: int) -> PackedWeight:
     return pack(Codes("Q4_1", q, d, d))
 
 
+def all_products(x: QuantizedRows, weights: list[PackedWeight], library: NativeLibrary, pool: Pool) -> None:
+    for weight in weights:
+        matmul_a8(x, weight, library, pool)
+
+
 def products(library: NativeLibrary, pool: Pool, seconds: float) -> None:
     for rows, columns in SHAPES:
         # together larger than the caches, so that weights come from memory as in a step
         weights = [random_weight(rows, columns) for _ in range(max(2, 100_000_000 // (rows * columns)))]
         for count in (1, 4, 8, 64):
             x = quantize_a8(torch.randn(count, columns), library)
-
-            def all_of_them(x=x, weights=weights) -> None:  # type: ignore[no-untyped-def]
-                for weight in weights:
-                    matmul_a8(x, weight, library, pool)
-
-            spent = best_seconds(all_of_them, seconds) / len(weights)
+            spent = best_seconds(partial(all_products, x, weights, library, pool), seconds) / len(weights)
             gops, gbs = 2 * count * rows * columns / spent / 1e9, weights[0].num_bytes / spent / 1e9
             say(f"product {rows} x {columns}, {count:3} rows: {spent * 1e6:8.1f} us {gops:6.0f} GOP/s {gbs:5.1f} GB/s")
 
@@ -76,14 +77,14 @@ def steps(model: Path, library: NativeLibrary, threads: int, seconds: float, ban
         sequences = [runner.sequence([5] * 64, 4) for _ in range(batch)]
         runner.run(sequences)
         chunks = [Chunk(s, len(s.token_ids) - 1, 1, sample=True) for s in sequences]
-        spent = best_seconds(lambda chunks=chunks: engine.step(chunks), seconds)  # type: ignore[misc]
+        spent = best_seconds(partial(engine.step, chunks), seconds)
         floor = weights / bandwidth / 1e9
         say(f"step of {batch:2}: {spent * 1e3:6.2f} ms, {spent / floor:.2f} x (bytes read / bandwidth)")
     for count in (64, 512):
         runner = Runner(engine)
         sequence = runner.sequence([5] * count, 4)
         chunk = [Chunk(sequence, 0, count, sample=True)]
-        spent = best_seconds(lambda chunk=chunk: engine.step(chunk), seconds)  # type: ignore[misc]
+        spent = best_seconds(partial(engine.step, chunk), seconds)
         say(f"prompt of {count}: {spent * 1e3:6.1f} ms, {count / spent:.0f} tok/s")
 
 

@@ -151,7 +151,7 @@ class Loaded:
 def _name(scenario: Scenario) -> str:
     if isinstance(scenario, functools.partial):
         return " ".join(map(str, [scenario.func.__name__, *scenario.keywords.values()]))
-    return scenario.__name__  # type: ignore[attr-defined,no-any-return]
+    return str(getattr(scenario, "__name__", scenario))
 
 
 Scenario = Callable[[Run], Awaitable[None]]
