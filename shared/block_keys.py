@@ -11,7 +11,7 @@ import hashlib
 import hmac
 from collections.abc import Sequence
 
-from shared.protocol import pack_ids
+from shared.wire import pack_ids
 
 
 def request_salt(secret: bytes, api_key_id: str, cache_salt: str) -> bytes:

@@ -9,7 +9,8 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from shared.protocol import Member, MemberKind, ProtocolError, RequestSpec, TokenChunk, decode_as, unpack_ids
+from shared.protocol import Member, MemberKind, RequestSpec, TokenChunk
+from shared.wire import ProtocolError, decode_as, unpack_ids
 
 
 @dataclass(frozen=True, slots=True)

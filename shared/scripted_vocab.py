@@ -17,7 +17,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Sequence
 
-from shared.protocol import pack_ids
+from shared.wire import pack_ids
 
 NUM_BYTES = 256
 BOS = 256

@@ -19,7 +19,8 @@ from redis.commands.core import AsyncScript
 from redis.exceptions import NoScriptError
 
 from shared import crash_points
-from shared.protocol import MAJOR, Event, Member, Outcome, RequestSpec, TokenChunk, encode
+from shared.protocol import Event, Member, Outcome, RequestSpec, TokenChunk
+from shared.wire import MAJOR, encode
 
 SCHEDULER_GROUP = "schedulers"
 STREAM_TTL_MS = 60_000  # a point-to-point stream outlives its reader by this much

@@ -22,7 +22,8 @@ from services.cache_store.block_pool import BlockPool
 from services.cache_store.holds import Counts, Endings, Ensured, Hold, Retired, Running, Sealed, count_uses
 from services.cache_store.prefix_index import Entry, Leaders, PrefixIndex
 from shared.block_keys import chain, root_key
-from shared.protocol import InventoryEntry, pack_ids
+from shared.store_calls import InventoryEntry
+from shared.wire import pack_ids
 
 log = logging.getLogger(__name__)
 

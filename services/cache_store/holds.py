@@ -17,7 +17,7 @@ Running = tuple[str, int, bytes, Sequence[int]]  # a row of `reconcile`: sequenc
 
 
 class Ensured(NamedTuple):
-    """Answer to `ensure`; see `shared.protocol.Table`."""
+    """Answer to `ensure`; see `shared.store_calls.Table`."""
 
     status: Literal["ok", "wait", "full", "stale"]
     block_ids: tuple[int, ...] = ()

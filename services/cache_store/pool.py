@@ -13,7 +13,7 @@ import logging
 from typing import Literal
 
 from services.cache_store.block_manager import BlockManager
-from shared.protocol import (
+from shared.store_calls import (
     Ensure,
     Grant,
     Granted,
@@ -21,8 +21,6 @@ from shared.protocol import (
     InventoryEntry,
     Match,
     Matched,
-    Message,
-    ProtocolError,
     Reconcile,
     Reconciled,
     StoreCall,
@@ -30,6 +28,7 @@ from shared.protocol import (
     Update,
     Updated,
 )
+from shared.wire import Message, ProtocolError
 
 log = logging.getLogger(__name__)
 

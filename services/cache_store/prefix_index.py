@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from shared.block_keys import chain
-from shared.protocol import InventoryEntry
+from shared.store_calls import InventoryEntry
 
 
 class Entry(NamedTuple):

@@ -18,11 +18,13 @@ from services.cache_store.store_core import Reply, StoreCore
 from shared import metrics
 from shared.bus import Entry, StreamReader
 from shared.leases import IDLE_LEASE_MS, IDLE_REFRESH_MS, Lapsed, Membership, StreamLost, new_incarnation
-from shared.protocol import Event, ListInventory, Member, ProtocolError, decode, encode
+from shared.protocol import Event, Member
 from shared.records import Records
 from shared.runtime import Stop, farewell, forever, run_until_stopped, wait_for_event
 from shared.scripts import Scripts
 from shared.sharing import is_member_dead, share_leases
+from shared.wire import ProtocolError, decode, encode
+from shared.worker_protocol import ListInventory
 
 log = logging.getLogger(__name__)
 

@@ -13,7 +13,8 @@ from types import MappingProxyType
 
 from services.cache_store.block_manager import BlockManager
 from services.cache_store.pool import Pool, refuse
-from shared.protocol import Inventory, Message, ProtocolError, StoreCall
+from shared.store_calls import Inventory, StoreCall
+from shared.wire import Message, ProtocolError
 
 log = logging.getLogger(__name__)
 

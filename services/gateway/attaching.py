@@ -17,9 +17,10 @@ from services.gateway.redis_calls import Owed, in_time
 from services.gateway.request_ids import prompt_rid
 from services.gateway.request_table import RequestTable
 from shared.bus import LOST, backoff
-from shared.protocol import Outcome, sequence_id, split_sequence_id
+from shared.protocol import Outcome
 from shared.records import Records, RequestRecord
 from shared.scripts import Attached, Scripts
+from shared.wire import sequence_id, split_sequence_id
 
 log = logging.getLogger(__name__)
 

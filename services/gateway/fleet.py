@@ -17,8 +17,9 @@ from services.gateway.admission import unavailable
 from services.gateway.preparation import Limits
 from services.gateway.redis_calls import CALL_TIMEOUT_S, in_time
 from shared.bus import StreamReader
-from shared.protocol import Event, Member, ProtocolError, decode_as
+from shared.protocol import Event, Member
 from shared.records import Records
+from shared.wire import ProtocolError, decode_as
 
 log = logging.getLogger(__name__)
 

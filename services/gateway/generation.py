@@ -22,8 +22,9 @@ from services.gateway.preparation import PreparedPrompt
 from services.gateway.request_ids import prompt_rid
 from services.gateway.resuming import Places
 from services.gateway.tokenization import Tokenizer
-from shared.protocol import FinishReason, Outcome, ProtocolError, RequestSpec, TimeLimits, TokenChunk, pack_ids
+from shared.protocol import FinishReason, Outcome, RequestSpec, TimeLimits, TokenChunk
 from shared.scripts import NO_REPEAT, Admission, Repeat
+from shared.wire import ProtocolError, pack_ids
 
 log = logging.getLogger(__name__)
 

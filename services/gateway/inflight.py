@@ -24,9 +24,10 @@ from services.gateway.redis_calls import CALL_TIMEOUT_S, Looks, Owed, in_time
 from services.gateway.request_table import RequestTable
 from shared.bus import LOST, StreamReader
 from shared.leases import IDLE_REFRESH_MS, Lapsed, Membership, StreamLost, new_incarnation
-from shared.protocol import Member, Outcome, sequence_id
+from shared.protocol import Member, Outcome
 from shared.records import Records, RequestRecord
 from shared.scripts import NO_REPEAT, UNLIMITED, KeyLimits, Repeat, Scripts
+from shared.wire import sequence_id
 
 log = logging.getLogger(__name__)
 

@@ -13,9 +13,10 @@ import time
 from collections import deque
 
 from services.gateway.kept import Kept
-from shared.protocol import Outcome, TokenChunk, decode_as, sequence_id
+from shared.protocol import Outcome, TokenChunk
 from shared.records import Records
 from shared.scripts import Admission
+from shared.wire import decode_as, sequence_id
 
 MAX_QUEUED_BYTES = 256 * 1024  # of encoded chunks; a client that is further behind is served from the log
 PAGE_CHUNKS = 256  # of a choice's log that are read at once

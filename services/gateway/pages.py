@@ -18,7 +18,7 @@ from services.gateway.errors import model_not_found
 from services.gateway.http_server import json_response
 from services.gateway.intake import Intake
 from services.gateway.state import GatewayState
-from shared.protocol import MAJOR
+from shared.wire import MAJOR
 
 LINKS = ("/v1/models", "/health/ready", "/version", "/metrics", "/openapi.json")
 

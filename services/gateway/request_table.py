@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from services.gateway.open_request import OpenRequest
-from shared.protocol import sequence_id
+from shared.wire import sequence_id
 
 MAX_REMEMBERED = 4096  # ended requests whose late tokens are known to be nobody's
 

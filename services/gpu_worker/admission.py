@@ -13,8 +13,10 @@ from services.gpu_worker.batch import EngineInfo, Sequence
 from services.gpu_worker.block_map import BlockMap
 from services.gpu_worker.commits import TokenLogprob
 from services.gpu_worker.seals import SealedBlocks
-from shared.protocol import Admit, ProtocolError, SamplingParams, TokenChunk, split_sequence_id
+from shared.protocol import SamplingParams, TokenChunk
 from shared.records import RequestRecord, SequenceRecord
+from shared.wire import ProtocolError, split_sequence_id
+from shared.worker_protocol import Admit
 
 Validate = Callable[[SamplingParams, int], str | None]  # (parameters, vocabulary size) -> what is wrong with them
 

@@ -14,8 +14,9 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 from services.gpu_worker.batch import SampledToken, Sequence
-from shared.protocol import Outcome, TokenChunk, encode
+from shared.protocol import Outcome, TokenChunk
 from shared.scripts import CommitCode, CommitEntry
+from shared.wire import encode
 
 MAX_COMMIT_BYTES = 256 * 1024
 MAX_ENTRIES = 1024  # the script unpacks up to 4 values of each on Lua's stack, which holds 8000

@@ -10,8 +10,10 @@ from services.gpu_worker.outbox import NOTHING, Carried
 from services.gpu_worker.pacing import DETAILS_S, REPORT_S
 from shared.bus import Entry, StreamReader
 from shared.leases import Membership
-from shared.protocol import Inventory, Member, RunningState
+from shared.protocol import Member
 from shared.scripts import Scripts
+from shared.store_calls import Inventory
+from shared.worker_protocol import RunningState
 
 
 @dataclass(eq=False)

@@ -115,7 +115,7 @@ class WorkerLoops:
         self._parked = True  # before looking: what happens after the look wakes this loop
         self._wake.clear()
         now, urgent, pending = service.clock(), service.urgent, service.pending
-        regular = self._pacer.due_in(now, pending=pending, running=service.has_sequences)
+        regular = self._pacer.due_in(now, pending=pending, running=bool(service.running.sequences))
         delay = 0.0 if urgent else regular
         self._parked = not pending  # what is drawn meanwhile is due sooner than the next report
         if delay is None or delay > 0:

@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 from services.gpu_worker.commits import Place
-from shared.protocol import Ended, Seal, Taken
+from shared.worker_protocol import Ended, Seal, Taken
 
 MAX_SEAL_BYTES = 192 * 1024  # of the seals in one report
 SEAL_BYTES = 64  # of a seal without its tokens

@@ -10,9 +10,11 @@ import logging
 from services.gpu_worker.admission import Admission, NotRunnable, read_admission
 from services.gpu_worker.running_set import Change
 from shared.bus import Entry
-from shared.protocol import Admit, Outcome, ProtocolError, decode, split_sequence_id
+from shared.protocol import Outcome
 from shared.records import Records
 from shared.scripts import Scripts
+from shared.wire import ProtocolError, decode, split_sequence_id
+from shared.worker_protocol import Admit
 
 log = logging.getLogger(__name__)
 

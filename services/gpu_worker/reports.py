@@ -7,7 +7,7 @@ from services.gpu_worker.outbox import Carried, cut_seals
 from services.gpu_worker.running_set import RunningSet
 from services.gpu_worker.seals import seal_of
 from services.gpu_worker.step_cost import StepCost
-from shared.protocol import Report, RunningSequence, RunningState, TakeOver
+from shared.worker_protocol import Report, RunningSequence, RunningState, TakeOver
 
 MAX_STATE_SEAL_BYTES = 256 * 1024  # in a running state; the rest follows in reports
 

@@ -37,14 +37,13 @@ from services.gpu_worker.composer import Budget, compose
 from services.gpu_worker.outbox import Outbox
 from services.gpu_worker.seals import SealedBlocks
 from services.gpu_worker.step_limit import NO_LIMIT
-from shared.protocol import (
+from shared.protocol import FinishReason, Outcome
+from shared.wire import Message
+from shared.worker_protocol import (
     Admit,
     Cancel,
     Extend,
-    FinishReason,
     ListInventory,
-    Message,
-    Outcome,
     Preempt,
     Reclaim,
     Remap,

@@ -10,7 +10,9 @@ from collections.abc import Iterable, Iterator
 
 from services.gpu_worker.batch import Sequence
 from shared.block_keys import chain, next_key, root_key
-from shared.protocol import Inventory, InventoryEntry, Seal, pack_ids
+from shared.store_calls import Inventory, InventoryEntry
+from shared.wire import pack_ids
+from shared.worker_protocol import Seal
 
 MAX_PAGE_BYTES = 256 * 1024
 ENTRY_BYTES = 112  # of an inventory entry without its tokens: two keys, field names

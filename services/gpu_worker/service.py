@@ -34,13 +34,14 @@ from services.gpu_worker.step_cost import StepCost
 from services.gpu_worker.watchdog import Watchdog
 from shared import metrics
 from shared.leases import BUSY_LEASE_MS, IDLE_LEASE_MS, Lapsed, StreamLost, new_incarnation
-from shared.protocol import Admit, Inventory, Member, Report, RunningState, TakeOver, encode
+from shared.protocol import Member
 from shared.records import Records
 from shared.scripts import Scripts
+from shared.store_calls import Inventory
+from shared.wire import encode
+from shared.worker_protocol import Admit, Report, RunningState, TakeOver
 
 log = logging.getLogger(__name__)
-
-METRICS_S = 2.0
 
 
 class WorkerService:
@@ -190,10 +191,6 @@ class WorkerService:
             unsaid = running.outbox.urgent or (running.outbox and not running.sequences)
             return running.ledger.pending or bool(self.life.inbox and unsaid)
 
-    @property
-    def has_sequences(self) -> bool:
-        return bool(self.running.sequences)
-
     async def flush(self, urgent_only: bool = False) -> bool:
         """One commit, with a report if one is due, then answers to take-overs and stores; True if nothing is left.
 
@@ -294,7 +291,7 @@ class WorkerService:
         # a commit at the same time may have come after this and made the lease short again
         self.lease_is_short = busy or committing or num_commits != self._num_commits
         now = self.clock()
-        if now - self._published_at >= METRICS_S:
+        if now - self._published_at >= metrics.PUBLISH_EVERY_S:
             self.metrics.observe(self.engine_loop)
             await metrics.publish(self._beat.redis, self.scripts.prefix, "worker", life.worker, self.metrics.registry)
             self._published_at = now

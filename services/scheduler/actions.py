@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from shared.protocol import Admit, Message, Outcome, StoreCall
+from shared.protocol import Outcome
+from shared.store_calls import StoreCall
+from shared.wire import Message
+from shared.worker_protocol import Admit
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,9 @@ from services.scheduler.pressure import Pressure
 from services.scheduler.room import Room
 from services.scheduler.sequence import Queued, QueueState, Running, order_key
 from services.scheduler.worker_view import WorkerView
-from shared.protocol import Admit, Ended, Ensure, Outcome, Table
+from shared.protocol import Outcome
+from shared.store_calls import Ensure, Table
+from shared.worker_protocol import Admit, Ended
 
 MAX_PLACING = 64  # sequences on their way to a worker at a time
 FULL_LOOK_S = 0.05  # between two looks for who might give way, where there is no room

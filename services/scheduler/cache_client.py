@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from shared.protocol import Ensure, Match, Reconcile, StoreCall
+from shared.store_calls import Ensure, Match, Reconcile, StoreCall
 
 REPEAT_AFTER_S = 0.2
 

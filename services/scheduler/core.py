@@ -19,8 +19,11 @@ from services.scheduler.sequence import Queued
 from services.scheduler.spares import SpareGrants
 from services.scheduler.takeover import Takeover
 from services.scheduler.worker_view import WorkerView
-from shared.protocol import Granted, Matched, Member, Message, Reconciled, Report, RunningState, Table, Updated
+from shared.protocol import Member
 from shared.records import Deadlines, SequenceRecord
+from shared.store_calls import Granted, Matched, Reconciled, Table, Updated
+from shared.wire import Message
+from shared.worker_protocol import Report, RunningState
 
 
 class SchedulerCore:

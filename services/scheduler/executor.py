@@ -24,9 +24,10 @@ from services.scheduler.actions import (
     Requeue,
 )
 from services.scheduler.core import SchedulerCore
-from shared.protocol import Outcome, ProtocolError, encode, pack_ids, split_sequence_id
+from shared.protocol import Outcome
 from shared.records import Records
 from shared.scripts import Scripts
+from shared.wire import ProtocolError, encode, pack_ids, split_sequence_id
 
 log = logging.getLogger(__name__)
 

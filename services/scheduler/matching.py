@@ -14,7 +14,8 @@ from services.scheduler.outbound import Outbound
 from services.scheduler.placement import NEIGHBOUR_COST_TOKENS, choose_worker, placing_cost
 from services.scheduler.sequence import Queued, QueueState
 from services.scheduler.worker_view import WorkerView, fits_member
-from shared.protocol import Match, Matched, Member
+from shared.protocol import Member
+from shared.store_calls import Match, Matched
 
 MATCH_TIMEOUT_S = 0.2
 MIN_OFFER_GAIN_TOKENS = NEIGHBOUR_COST_TOKENS  # what computing them costs is more than a hop to another scheduler

@@ -7,7 +7,8 @@ from typing import Any
 from services.scheduler.actions import Action, Call, Plan
 from services.scheduler.cache_client import CacheCalls
 from services.scheduler.worker_view import Phase, WorkerView
-from shared.protocol import Match, Message, StoreCall, Update
+from shared.store_calls import Match, StoreCall, Update
+from shared.wire import Message
 
 
 class Outbound:

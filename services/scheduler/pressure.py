@@ -14,7 +14,8 @@ from services.scheduler.outbound import Outbound
 from services.scheduler.placement import choose_victim
 from services.scheduler.spares import SpareGrants
 from services.scheduler.worker_view import Phase, WorkerView
-from shared.protocol import Outcome, Preempt
+from shared.protocol import Outcome
+from shared.worker_protocol import Preempt
 
 STARVED_TIMEOUT_S = 2.0  # a worker takes a spare block within a step
 

@@ -25,10 +25,11 @@ from services.scheduler.sequence import Queued
 from shared import metrics
 from shared.bus import StreamReader
 from shared.leases import IDLE_REFRESH_MS, Lapsed, Membership, StreamLost, new_incarnation
-from shared.protocol import Event, Member, ProtocolError, decode
+from shared.protocol import Event, Member
 from shared.records import Records
 from shared.runtime import Stop, farewell, forever, run_until_stopped, wait_for_event
 from shared.scripts import SCHEDULER_GROUP, Scripts
+from shared.wire import ProtocolError, decode
 
 log = logging.getLogger(__name__)
 

@@ -7,7 +7,8 @@ from collections.abc import Callable, Mapping
 
 from services.scheduler.outbound import Outbound
 from services.scheduler.worker_view import WorkerView
-from shared.protocol import Extend, Grant, Granted, Reclaim
+from shared.store_calls import Grant, Granted
+from shared.worker_protocol import Extend, Reclaim
 
 
 class SpareGrants:

@@ -15,18 +15,8 @@ from services.scheduler.actions import CheckPlaced, Requeue
 from services.scheduler.outbound import Outbound
 from services.scheduler.sequence import Running
 from services.scheduler.worker_view import Phase, WorkerView
-from shared.protocol import (
-    Reconcile,
-    Reconciled,
-    Remap,
-    Report,
-    RunningSequence,
-    RunningState,
-    Seal,
-    TakeOver,
-    Update,
-    Updated,
-)
+from shared.store_calls import Reconcile, Reconciled, Update, Updated
+from shared.worker_protocol import Remap, Report, RunningSequence, RunningState, Seal, TakeOver
 
 ASK_AGAIN_S = 0.5
 RUNS_NO_MORE = ("refused", "preempted")  # ended at the worker, not for the client: it is queued again

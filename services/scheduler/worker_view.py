@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from services.scheduler.sequence import Queued, Running
-from shared.protocol import MAX_MESSAGE_BYTES, Member
+from shared.protocol import Member
+from shared.wire import MAX_MESSAGE_BYTES
 
 SPARE_SECONDS = 2.0  # the spare grant lasts this long at the worker's measured speed
 SILENCE_S = 0.4  # a worker with sequences reports every 0.1 s: after this its lease is looked at, not later

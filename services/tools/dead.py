@@ -15,11 +15,12 @@ from collections.abc import Sequence
 from shared import bus
 from shared.embedded_redis import socket_path
 from shared.options import add_options, given
-from shared.protocol import Outcome, TimeLimits, decode_as, sequence_id, split_sequence_id
+from shared.protocol import Outcome, TimeLimits
 from shared.records import DeadRecord, Records
 from shared.runtime import EXIT_CONFIG
 from shared.scripts import Scripts
 from shared.settings import CommonSettings, SettingsError, current_environ, load, variable
+from shared.wire import decode_as, sequence_id, split_sequence_id
 
 MAX_LISTED = 1000
 RESUME_MS = 3_600_000  # that a retry goes on with nobody who reads it

@@ -16,7 +16,9 @@ from collections.abc import Callable
 from services.cache_store.block_manager import BlockManager
 from services.cache_store.store_core import StoreCore
 from shared.block_keys import chain, root_key
-from shared.protocol import Ensure, Inventory, InventoryEntry, Reconcile, Seal, Update, decode, encode, pack_ids
+from shared.store_calls import Ensure, Inventory, InventoryEntry, Reconcile, Update
+from shared.wire import decode, encode, pack_ids
+from shared.worker_protocol import Seal
 
 BLOCK_SIZE = 8
 NUM_BLOCKS = 100_000

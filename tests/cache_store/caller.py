@@ -6,20 +6,9 @@ from typing import Any
 
 from services.cache_store.store_core import StoreCore
 from shared.block_keys import chain, root_key
-from shared.protocol import (
-    Ensure,
-    Grant,
-    Inventory,
-    InventoryEntry,
-    Match,
-    Reconcile,
-    Seal,
-    StoreCall,
-    Update,
-    decode,
-    encode,
-    pack_ids,
-)
+from shared.store_calls import Ensure, Grant, Inventory, InventoryEntry, Match, Reconcile, StoreCall, Update
+from shared.wire import decode, encode, pack_ids
+from shared.worker_protocol import Seal
 
 SALT = b"s" * 32
 PROMPT = tuple(range(100, 110))

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from services.cache_store.block_manager import BlockManager
 from services.cache_store.holds import Ensured, Sealed
-from shared.protocol import pack_ids
+from shared.wire import pack_ids
 
 BLOCK_SIZE = 4
 SALT = bytes(32)

@@ -19,7 +19,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from services.cache_store.block_manager import BlockManager
 from services.cache_store.holds import Sealed
 from shared.block_keys import chain, root_key
-from shared.protocol import InventoryEntry, pack_ids
+from shared.store_calls import InventoryEntry
+from shared.wire import pack_ids
 
 SIZE = 2
 NUM_BLOCKS = 12

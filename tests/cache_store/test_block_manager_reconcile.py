@@ -8,7 +8,8 @@ import pytest
 
 from services.cache_store.holds import Sealed
 from shared.block_keys import chain, root_key
-from shared.protocol import InventoryEntry, pack_ids
+from shared.store_calls import InventoryEntry
+from shared.wire import pack_ids
 from tests.cache_store.numbered import BLOCK_SIZE, SALT, Numbered
 
 PROMPT = list(range(100, 110))

@@ -7,7 +7,7 @@ import pytest
 from services.cache_store import prefix_index
 from services.cache_store.holds import Sealed
 from shared.block_keys import chain
-from shared.protocol import pack_ids
+from shared.wire import pack_ids
 from tests.cache_store.numbered import Numbered
 
 PROMPT = list(range(100, 110))  # two whole blocks of 4 and two tokens

@@ -8,7 +8,8 @@ import pytest
 
 from services.cache_store.prefix_index import Entry, Leaders, PrefixIndex
 from shared.block_keys import chain
-from shared.protocol import InventoryEntry, pack_ids
+from shared.store_calls import InventoryEntry
+from shared.wire import pack_ids
 
 ROOT = b"r" * 32
 SIZE = 2

@@ -7,24 +7,21 @@ from collections.abc import Iterator
 import pytest
 
 from services.cache_store.store_core import StoreCore
-from shared.protocol import (
-    Cancel,
+from shared.store_calls import (
     Ensure,
     Grant,
     Granted,
     Match,
     Matched,
-    Message,
-    ProtocolError,
     Reconcile,
     Reconciled,
     StoreCall,
     Table,
-    Taken,
     Update,
     Updated,
-    pack_ids,
 )
+from shared.wire import Message, ProtocolError, pack_ids
+from shared.worker_protocol import Cancel, Taken
 from tests.cache_store.caller import LOCATED, PROMPT, SALT, Caller, open_store, page, sealed_block, seals
 
 

@@ -15,7 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from services.cache_store.store_core import StoreCore
 from shared.block_keys import chain, root_key
-from shared.protocol import (
+from shared.store_calls import (
     Ensure,
     Grant,
     Granted,
@@ -23,14 +23,13 @@ from shared.protocol import (
     InventoryEntry,
     Reconcile,
     Reconciled,
-    Seal,
     StoreCall,
     Table,
-    Taken,
     Update,
     Updated,
-    pack_ids,
 )
+from shared.wire import pack_ids
+from shared.worker_protocol import Seal, Taken
 
 SIZE = 2
 NUM_BLOCKS = 10

@@ -11,8 +11,10 @@ from redis.exceptions import ConnectionError
 from services.cache_store.service import StoreService
 from shared import bus
 from shared.leases import IDLE_LEASE_MS, Membership
-from shared.protocol import Event, Match, Matched, Member, decode_as, encode
+from shared.protocol import Event, Member
 from shared.scripts import Scripts
+from shared.store_calls import Match, Matched
+from shared.wire import decode_as, encode
 from tests.helpers import wait_until
 
 WORKER = Member(kind="worker", incarnation="w", num_blocks=8, block_size=4, variant="v")

@@ -14,8 +14,10 @@ from typing import Any
 import msgpack
 import redis
 
-from shared.protocol import Match, Matched, Member, Outcome, TokenChunk, decode, decode_as, encode, pack_ids
+from shared.protocol import Member, Outcome, TokenChunk
 from shared.scripts import SCHEDULER_GROUP, prefix_of
+from shared.store_calls import Match, Matched
+from shared.wire import decode, decode_as, encode, pack_ids
 
 PROBE = "inbox:bystander"
 STREAMS = {"gateway": "out", "scheduler": "inbox", "store": "cache", "worker": "plan"}

@@ -12,8 +12,9 @@ from redis.exceptions import ResponseError
 
 from shared import scripted_vocab as vocab
 from shared.bus import connect as connect_redis
-from shared.protocol import RequestSpec, SamplingParams, TextParams, encode, pack_ids
+from shared.protocol import RequestSpec, SamplingParams, TextParams
 from shared.scripts import Scripts
+from shared.wire import encode, pack_ids
 from tests.e2e.clients import Answer, Client
 from tests.e2e.stack import Stack
 from tests.e2e.test_bad_input import neighbours

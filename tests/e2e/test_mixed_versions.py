@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import msgpack
 
-from shared.protocol import Event, Member, encode
+from shared.protocol import Event, Member
+from shared.wire import encode
 from tests.e2e.clients import Answer, Connect, check_same
 from tests.e2e.load import SLOW, mixed
 from tests.e2e.stack import NewStack, Stack

@@ -9,9 +9,10 @@ from collections.abc import Callable, Sequence
 from redis.asyncio import Redis
 
 from shared.bus import connect
-from shared.protocol import Member, Outcome, RequestSpec, SamplingParams, TextParams, TokenChunk, encode
+from shared.protocol import Member, Outcome, RequestSpec, SamplingParams, TextParams, TokenChunk
 from shared.records import Records, RequestRecord
 from shared.scripts import CommitCode, CommitEntry, Scripts
+from shared.wire import encode
 
 LEASE_MS = 60_000
 PROMPT = [1, 2, 3]

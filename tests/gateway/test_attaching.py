@@ -10,8 +10,9 @@ from services.gateway import attaching
 from services.gateway.admission import TryLater
 from services.gateway.admitting import Repeated
 from services.gateway.open_request import Event, Moved, OpenRequest, RequestLost
-from shared.protocol import Outcome, TokenChunk, pack_ids
+from shared.protocol import Outcome, TokenChunk
 from shared.scripts import NO_REPEAT, Repeat
+from shared.wire import pack_ids
 from tests.gateway.conftest import Gateway, GatewayMaker
 from tests.gateway.fake_worker import PROMPT, FakeWorker, spec
 from tests.helpers import wait_until

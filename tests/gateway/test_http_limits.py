@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from services.gateway import body, http_server
-from shared.protocol import pack_ids
+from shared.wire import pack_ids
 from tests.gateway.conftest import MODEL, Served
 from tests.gateway.fake_worker import PROMPT, spec
 from tests.gateway.raw_client import RawClient

@@ -12,8 +12,9 @@ from services.gateway.attaching import LEAVE_WAIT_MS
 from services.gateway.inflight import Inflight
 from services.gateway.open_request import MAX_QUEUED_BYTES, Event, Moved, OpenRequest, RequestLost
 from shared.bus import StreamReader
-from shared.protocol import Outcome, TokenChunk, pack_ids
+from shared.protocol import Outcome, TokenChunk
 from shared.scripts import CommitCode
+from shared.wire import pack_ids
 from tests.gateway.conftest import Gateway, GatewayMaker
 from tests.gateway.fake_worker import PROMPT, FakeWorker, spec
 from tests.helpers import wait_until

@@ -11,8 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.gateway.open_request import MAX_QUEUED_BYTES, Event, OpenRequest, RequestLost
-from shared.protocol import Outcome, TokenChunk, decode_as, encode
+from shared.protocol import Outcome, TokenChunk
 from shared.records import SequenceRecord
+from shared.wire import decode_as, encode
 
 
 class Sequence:

@@ -10,7 +10,9 @@ from services.gpu_worker.composer import Budget
 from services.gpu_worker.running_set import Change, RunningSet
 from services.gpu_worker.scripted_engine import ScriptedEngine, validate
 from shared import scripted_vocab as vocab
-from shared.protocol import Admit, Message, SamplingParams
+from shared.protocol import SamplingParams
+from shared.wire import Message
+from shared.worker_protocol import Admit
 
 BLOCK_SIZE = 4
 SALT = bytes(32)

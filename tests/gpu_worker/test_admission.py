@@ -5,8 +5,9 @@ from typing import Any
 import pytest
 
 from services.gpu_worker.admission import Admission, NotRunnable, finish_reason, read_admission, sequence_of
-from shared.protocol import ProtocolError, RequestSpec, TextParams, TokenChunk, pack_ids
+from shared.protocol import RequestSpec, TextParams, TokenChunk
 from shared.records import RequestRecord, SequenceRecord
+from shared.wire import ProtocolError, pack_ids
 from tests.gpu_worker.builders import make_admit, make_params, make_sequence
 
 

@@ -11,8 +11,9 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from services.gpu_worker import commits
 from services.gpu_worker.batch import SampledToken, Sequence
 from services.gpu_worker.commits import Commit, Ledger
-from shared.protocol import Outcome, TokenChunk, decode_as
+from shared.protocol import Outcome, TokenChunk
 from shared.scripts import CommitCode, CommitEntry
+from shared.wire import decode_as
 from tests.gpu_worker.builders import make_sequence
 
 

@@ -15,7 +15,8 @@ from services.gpu_worker.engine_thread import EngineLoop
 from services.gpu_worker.probe import measure
 from services.gpu_worker.running_set import Change, RunningSet
 from services.gpu_worker.sampler import validate
-from shared.protocol import Outcome, decode_as
+from shared.protocol import Outcome
+from shared.wire import decode_as
 from tests.gpu_worker.builders import make_admission, make_admit
 from tests.gpu_worker.tiny_models import prompts, save
 

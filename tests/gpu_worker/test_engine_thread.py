@@ -12,7 +12,9 @@ from services.gpu_worker.failures import EngineBroken, EngineDied, OutOfMemory
 from services.gpu_worker.running_set import Change, RunningSet
 from services.gpu_worker.scripted_engine import ScriptedEngine
 from shared import scripted_vocab as vocab
-from shared.protocol import Cancel, Outcome, decode_as
+from shared.protocol import Outcome
+from shared.wire import decode_as
+from shared.worker_protocol import Cancel
 from tests.gpu_worker.builders import ended, make_admission, make_admit, make_engine, make_running
 from tests.helpers import wait_until_sync
 

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from services.gpu_worker.outbox import MAX_SEAL_BYTES, SEAL_BYTES, Outbox, cut_seals
-from shared.protocol import Seal, Taken
+from shared.worker_protocol import Seal, Taken
 
 
 def seal(index: int, sid: str = "r.0", num_ids: int = 16) -> Seal:

@@ -8,18 +8,9 @@ from services.gpu_worker.reports import report, running_state
 from services.gpu_worker.running_set import Change, RunningSet
 from services.gpu_worker.step_cost import StepCost
 from shared import scripted_vocab as vocab
-from shared.protocol import (
-    Cancel,
-    Extend,
-    ListInventory,
-    Outcome,
-    Preempt,
-    Reclaim,
-    Remap,
-    SetPolicy,
-    TakeOver,
-    decode_as,
-)
+from shared.protocol import Outcome
+from shared.wire import decode_as
+from shared.worker_protocol import Cancel, Extend, ListInventory, Preempt, Reclaim, Remap, SetPolicy, TakeOver
 from tests.gpu_worker.builders import (
     BLOCK_SIZE,
     admit,

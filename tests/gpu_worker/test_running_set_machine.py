@@ -9,8 +9,9 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from services.gpu_worker.batch import Sequence
 from shared import scripted_vocab as vocab
 from shared.block_keys import chain, root_key
-from shared.protocol import Cancel, Extend, Preempt, Reclaim, Remap, pack_ids
 from shared.scripts import CommitCode
+from shared.wire import pack_ids
+from shared.worker_protocol import Cancel, Extend, Preempt, Reclaim, Remap
 from tests.gpu_worker.builders import BLOCK_SIZE, SALT, admit, apply, make_engine, make_running, step
 
 NUM_BLOCKS = 12

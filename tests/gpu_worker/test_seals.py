@@ -2,7 +2,8 @@ from __future__ import annotations
 
 from services.gpu_worker.seals import MAX_PAGE_BYTES, SealedBlocks, inventory_pages
 from shared.block_keys import chain, root_key
-from shared.protocol import Inventory, InventoryEntry, decode_as, encode, pack_ids
+from shared.store_calls import Inventory, InventoryEntry
+from shared.wire import decode_as, encode, pack_ids
 from tests.gpu_worker.builders import BLOCK_SIZE, SALT, make_sequence
 
 

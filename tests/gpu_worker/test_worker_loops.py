@@ -19,8 +19,8 @@ from services.gpu_worker.service import WorkerService
 from shared import scripted_vocab as vocab
 from shared.bus import connect
 from shared.leases import BUSY_LEASE_MS
-from shared.protocol import RunningState, TakeOver
 from shared.runtime import Stop
+from shared.worker_protocol import RunningState, TakeOver
 from tests.gpu_worker.builders import BLOCK_SIZE
 from tests.gpu_worker.worker_bench import MODEL, SCHEDULER, Clock, WorkerBench
 from tests.helpers import wait_until

@@ -14,9 +14,9 @@ from services.gpu_worker.scripted_engine import CRASH_STATUS, ScriptedEngine, va
 from services.gpu_worker.service import WorkerService
 from shared import scripted_vocab as vocab
 from shared.bus import connect
-from shared.protocol import TakeOver
 from shared.runtime import EXIT_CONFIG, EXIT_HUNG, EXIT_MEMORY
 from shared.settings import current_environ
+from shared.worker_protocol import TakeOver
 from tests.gpu_worker.builders import CAPACITY
 from tests.gpu_worker.worker_bench import MODEL, SCHEDULER, Clock, WorkerBench
 from tests.helpers import wait_until

@@ -8,18 +8,10 @@ import pytest
 from services.gpu_worker.composer import Budget
 from shared import scripted_vocab as vocab
 from shared.leases import BUSY_LEASE_MS, IDLE_LEASE_MS, StreamLost
-from shared.protocol import (
-    Extend,
-    Inventory,
-    ListInventory,
-    Outcome,
-    Preempt,
-    Report,
-    RunningState,
-    TakeOver,
-    TokenChunk,
-    decode_as,
-)
+from shared.protocol import Outcome, TokenChunk
+from shared.store_calls import Inventory
+from shared.wire import decode_as
+from shared.worker_protocol import Extend, ListInventory, Preempt, Report, RunningState, TakeOver
 from tests.gpu_worker.builders import CAPACITY
 from tests.gpu_worker.worker_bench import MODEL, SCHEDULER, STORE, WorkerBench, losing_reply, worker_bench
 

@@ -10,19 +10,11 @@ from services.gpu_worker.composer import Budget
 from services.gpu_worker.scripted_engine import ScriptedEngine, validate
 from services.gpu_worker.service import WorkerService
 from shared.bus import connect
-from shared.protocol import (
-    Admit,
-    Member,
-    Message,
-    RequestSpec,
-    TakeOver,
-    TextParams,
-    decode,
-    encode,
-    pack_ids,
-)
+from shared.protocol import Member, RequestSpec, TextParams
 from shared.records import Records, SequenceRecord
 from shared.scripts import Scripts
+from shared.wire import Message, decode, encode, pack_ids
+from shared.worker_protocol import Admit, TakeOver
 from tests.gpu_worker.builders import BLOCK_SIZE, CAPACITY, SALT, make_params
 
 MODEL = "m"

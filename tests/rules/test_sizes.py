@@ -18,7 +18,6 @@ LONG_FILES = {
     "services/scheduler/batcher.py": "every step from a header to an assigned sequence, in the order of its states",
     "services/gpu_worker/running_set.py": "the worker's state and every change of it, which are read together",
     "shared/settings.py": "every setting, and the one way in which they are read",
-    "shared/protocol.py": "beyond 500: every message in one file, each a short declaration",
 }
 
 

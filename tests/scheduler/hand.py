@@ -8,28 +8,22 @@ from services.scheduler.actions import Action, Assign, Call, Plan, ReadRecord
 from services.scheduler.core import SchedulerCore
 from services.scheduler.sequence import Queued
 from services.scheduler.worker_view import Phase, WorkerView
-from shared.protocol import (
-    Ended,
+from shared.protocol import Member
+from shared.store_calls import (
     Ensure,
     Grant,
     Granted,
     Match,
     Matched,
-    Member,
-    Message,
     Reconcile,
     Reconciled,
-    Report,
-    RunningSequence,
-    RunningState,
-    Seal,
     StoreCall,
     Table,
-    Taken,
     Update,
     Updated,
-    pack_ids,
 )
+from shared.wire import Message, pack_ids
+from shared.worker_protocol import Ended, Report, RunningSequence, RunningState, Seal, Taken
 
 A = TypeVar("A", bound=Action)
 C = TypeVar("C", bound=StoreCall)

@@ -9,22 +9,11 @@ from typing import Any
 from services.cache_store.store_core import StoreCore
 from services.scheduler.service import SchedulerService
 from shared.bus import StreamReader
-from shared.protocol import (
-    Admit,
-    Ended,
-    Extend,
-    Inventory,
-    Member,
-    Message,
-    Outcome,
-    Report,
-    RunningSequence,
-    RunningState,
-    TakeOver,
-    decode,
-    encode,
-)
+from shared.protocol import Member, Outcome
 from shared.scripts import CommitCode
+from shared.store_calls import Inventory
+from shared.wire import Message, decode, encode
+from shared.worker_protocol import Admit, Ended, Extend, Report, RunningSequence, RunningState, TakeOver
 from tests.shared.script_world import HOUR_MS, MODEL, World, entry, world_at
 
 STOP = Outcome(reason="stop")

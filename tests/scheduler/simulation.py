@@ -15,13 +15,13 @@ from services.cache_store.store_core import StoreCore
 from services.scheduler.actions import Action, Assign, Call, CheckPlaced, Finish, Plan, ReadRecord, Requeue
 from services.scheduler.core import SchedulerCore
 from services.scheduler.sequence import Queued
-from shared.protocol import (
+from shared.protocol import Member
+from shared.store_calls import Inventory
+from shared.wire import Message, pack_ids
+from shared.worker_protocol import (
     Admit,
     Ended,
     Extend,
-    Inventory,
-    Member,
-    Message,
     Preempt,
     Reclaim,
     Remap,
@@ -31,7 +31,6 @@ from shared.protocol import (
     Seal,
     Taken,
     TakeOver,
-    pack_ids,
 )
 
 BLOCK_SIZE = 4

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from services.scheduler.cache_client import REPEAT_AFTER_S, CacheCalls
-from shared.protocol import Ensure, Grant, Match, Reconcile, StoreCall
+from shared.store_calls import Ensure, Grant, Match, Reconcile, StoreCall
 
 
 def sent(calls: CacheCalls, kind: type[StoreCall] = Grant, worker: str = "w", now: float = 0.0, **fields: Any) -> int:

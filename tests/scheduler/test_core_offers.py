@@ -9,7 +9,7 @@ import pytest
 from services.scheduler.actions import Finish, Offer
 from services.scheduler.matching import MATCH_TIMEOUT_S, MIN_OFFER_GAIN_TOKENS, Neighbour
 from services.scheduler.sequence import QueueState
-from shared.protocol import Ensure, Match
+from shared.store_calls import Ensure, Match
 from tests.scheduler.hand import BLOCK_SIZE, NUM_BLOCKS, Hand, calls, member, only
 
 LONG = 300

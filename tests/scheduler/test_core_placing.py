@@ -12,8 +12,9 @@ from services.scheduler.cache_client import REPEAT_AFTER_S
 from services.scheduler.matching import MATCH_TIMEOUT_S
 from services.scheduler.sequence import QueueState, Running
 from services.scheduler.worker_view import Phase
-from shared.protocol import Admit, Ensure, Match, Preempt, Seal, TakeOver, Update
 from shared.records import Deadlines, SequenceRecord
+from shared.store_calls import Ensure, Match, Update
+from shared.worker_protocol import Admit, Preempt, Seal, TakeOver
 from tests.scheduler.hand import BLOCK_SIZE, NUM_BLOCKS, SALT, Hand, calls, changes, member, only, row
 
 ALL_TOKENS = NUM_BLOCKS * BLOCK_SIZE

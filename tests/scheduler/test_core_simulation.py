@@ -9,7 +9,7 @@ import random
 
 import pytest
 
-from shared.protocol import Report, RunningState
+from shared.worker_protocol import Report, RunningState
 from tests.scheduler.simulation import Simulation, expected
 
 PREFIXES = ([1] * 9, [2] * 17, [3])

@@ -9,20 +9,8 @@ from services.scheduler.cache_client import REPEAT_AFTER_S
 from services.scheduler.pressure import STARVED_TIMEOUT_S
 from services.scheduler.takeover import ASK_AGAIN_S
 from services.scheduler.worker_view import SILENCE_S, Phase
-from shared.protocol import (
-    Ensure,
-    Extend,
-    Grant,
-    Preempt,
-    Reclaim,
-    Reconcile,
-    Remap,
-    Report,
-    Seal,
-    Taken,
-    TakeOver,
-    Update,
-)
+from shared.store_calls import Ensure, Grant, Reconcile, Update
+from shared.worker_protocol import Extend, Preempt, Reclaim, Remap, Report, Seal, Taken, TakeOver
 from tests.scheduler.hand import Hand, calls, changes, member, only, row
 
 SEAL = Seal(sid="a.0", epoch=1, index=0, block_id=7, ids=(1, 2, 3, 4))

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from services.scheduler.actions import Finish
-from shared.protocol import Ensure, Update
+from shared.store_calls import Ensure, Update
 from tests.scheduler.hand import Hand, calls, only, row
 
 REDIS_MS = 1_700_000_000_000  # far from any monotonic clock

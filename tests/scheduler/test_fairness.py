@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from services.scheduler.fairness import PREFILL_AHEAD_S, RECENT_S
-from shared.protocol import Ensure, Extend, Preempt
+from shared.store_calls import Ensure
+from shared.worker_protocol import Extend, Preempt
 from tests.scheduler.hand import NUM_BLOCKS, Hand, changes, row
 
 

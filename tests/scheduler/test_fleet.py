@@ -10,7 +10,9 @@ from services.scheduler import fleet as fleet_module
 from services.scheduler.fleet import ORPHAN_GRACE_S, STALL_S
 from services.scheduler.service import SchedulerService
 from shared.leases import IDLE_LEASE_MS
-from shared.protocol import Outcome, Report, RunningSequence, decode_as, encode
+from shared.protocol import Outcome
+from shared.wire import decode_as, encode
+from shared.worker_protocol import Report, RunningSequence
 from tests.scheduler.pipeline import FakeStore, FakeWorker, Pipeline, pipeline_at
 from tests.shared.script_world import World, entry
 

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from services.scheduler.placement import NEIGHBOUR_COST_TOKENS, choose_victim, choose_worker
 from services.scheduler.sequence import MAX_AGING_MS, Queued, QueueState, Running, order_key
 from services.scheduler.worker_view import MAX_TOKENS, Phase, WorkerView
-from shared.protocol import MAX_MESSAGE_BYTES, Ensure, encode
+from shared.store_calls import Ensure
+from shared.wire import MAX_MESSAGE_BYTES, encode
 from tests.scheduler.hand import BLOCK_SIZE, NUM_BLOCKS, member
 
 

@@ -11,8 +11,11 @@ from redis.exceptions import ConnectionError, ResponseError
 
 from services.scheduler.service import SchedulerService
 from shared.bus import connect
-from shared.protocol import Admit, Ensure, Event, Outcome, TakeOver, TokenChunk, decode, decode_as, encode
+from shared.protocol import Event, Outcome, TokenChunk
 from shared.runtime import Stop
+from shared.store_calls import Ensure
+from shared.wire import decode, decode_as, encode
+from shared.worker_protocol import Admit, TakeOver
 from tests.helpers import wait_until
 from tests.scheduler.pipeline import FakeStore, FakeWorker, Pipeline, pipeline_at
 from tests.shared.script_world import CANCELLED, HOUR_MS, MODEL, World, world_at

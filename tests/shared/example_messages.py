@@ -8,61 +8,63 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 from hypothesis import strategies as st
 
 from shared import protocol as p
+from shared import store_calls as c
+from shared import wire as w
+from shared import worker_protocol as wp
 
 SID = "5f1e7a9c3b2d4f60a1b2c3d4e5f60718.0"
 HEAD: dict[str, Any] = {"call": 7, "reply_to": "inbox:s-1", "worker": "w-1", "run_term": 3, "pool_term": 4}
 SAMPLING = p.SamplingParams(max_tokens=16, temperature=0.5, seed=1 << 63, logit_bias={5: -1.5}, stop_token_ids=(2, 0))
 TEXT = p.TextParams(api="chat", stop=("\n", "é"), stream=True, created=1)
 CHUNK = p.TokenChunk(first=3, ids=(1, 4_294_967_295), logprobs=((-0.5, ((1, -0.5),)), (-2.0, ())), cached_tokens=16)
-SEAL = p.Seal(sid=SID, epoch=2, index=1, block_id=9, ids=(7, 8))
-TAKEN = p.Taken(sid=SID, epoch=2, index=3, block_id=11)
-ENDED = p.Ended(sid=SID, epoch=1, reason="stop")
-ROW = p.RunningSequence(sid=SID, epoch=2, num_tokens=20, num_computed=19, block_ids=(9, 11), salt=bytes(32))
-BLOCK = p.InventoryEntry(block_id=1, key=b"k" * 32, parent_key=b"p" * 32, ids=p.pack_ids([1, 2]))
+SEAL = wp.Seal(sid=SID, epoch=2, index=1, block_id=9, ids=(7, 8))
+TAKEN = wp.Taken(sid=SID, epoch=2, index=3, block_id=11)
+ENDED = wp.Ended(sid=SID, epoch=1, reason="stop")
+ROW = wp.RunningSequence(sid=SID, epoch=2, num_tokens=20, num_computed=19, block_ids=(9, 11), salt=bytes(32))
+BLOCK = c.InventoryEntry(block_id=1, key=b"k" * 32, parent_key=b"p" * 32, ids=w.pack_ids([1, 2]))
 
-EXAMPLES: tuple[p.Message, ...] = (
+EXAMPLES: tuple[w.Message, ...] = (
     SAMPLING, TEXT, CHUNK, SEAL, TAKEN, ENDED, ROW, BLOCK,
     p.RequestSpec(
         rid=SID[:-2], num_choices=2, num_prompt_tokens=5, salt=bytes(range(32)), sampling=SAMPLING, text=TEXT,
         client_id="c",
     ),
     p.TimeLimits(queue_ms=1000, first_token_ms=2000, inter_token_ms=500, total_ms=1 << 40),
-    p.QueueEntry(sid=SID, epoch=1, num_prompt_tokens=5, num_output_tokens=2, priority=-1, arrival_ms=1_700_000_000_000),
     p.Outcome(reason="error", num_tokens=3, code="poison_request", message="no"),
-    p.TakeOver(term=3, inbox="s-1", ask=2),
-    p.Admit(sid=SID, epoch=2, pool_term=4, cached_length=16, block_ids=(9, 10), alone=True),
-    p.Extend(sid="", epoch=0, pool_term=4, block_ids=(11, 12)),
-    p.Remap(sid=SID, epoch=2, pool_term=4, index=1, block_id=3),
-    p.Preempt(sid=SID, epoch=2),
-    p.Cancel(sid=SID, epoch=2),
-    p.Reclaim(pool_term=4, block_ids=(11,)),
-    p.SetPolicy(max_num_batched_tokens=512, max_num_seqs=8, prefill_chunk=64),
-    p.ListInventory(pool_term=4, reply_to="cache:c-1"),
-    p.Report(
+    wp.TakeOver(term=3, inbox="s-1", ask=2),
+    wp.Admit(sid=SID, epoch=2, pool_term=4, cached_length=16, block_ids=(9, 10), alone=True),
+    wp.Extend(sid="", epoch=0, pool_term=4, block_ids=(11, 12)),
+    wp.Remap(sid=SID, epoch=2, pool_term=4, index=1, block_id=3),
+    wp.Preempt(sid=SID, epoch=2),
+    wp.Cancel(sid=SID, epoch=2),
+    wp.Reclaim(pool_term=4, block_ids=(11,)),
+    wp.SetPolicy(max_num_batched_tokens=512, max_num_seqs=8, prefill_chunk=64),
+    wp.ListInventory(pool_term=4, reply_to="cache:c-1"),
+    wp.Report(
         worker="w-1", term=3, pool_term=4, running=(ROW,), spare_block_ids=(12,), taken=(TAKEN,), seals=(SEAL,),
         ended=(ENDED,), num_steps=8, tokens_per_second=99.5, hang_s=5.0,
         prefill_tokens_per_second=2000.5,
     ),
-    p.RunningState(worker="w-1", term=3, pool_term=4, running=(ROW,), spare_block_ids=(12,), seals=(SEAL,), ask=2),
-    p.Inventory(worker="w-1", pool_term=4, blocks=(BLOCK,), last=True),
-    p.Ensure(**HEAD, sid=SID, epoch=2, salt=bytes(32), ids=p.pack_ids([1, 2, 3]), keep_free=1),
-    p.Table(
+    wp.RunningState(worker="w-1", term=3, pool_term=4, running=(ROW,), spare_block_ids=(12,), seals=(SEAL,), ask=2),
+    c.Inventory(worker="w-1", pool_term=4, blocks=(BLOCK,), last=True),
+    c.Ensure(**HEAD, sid=SID, epoch=2, salt=bytes(32), ids=w.pack_ids([1, 2, 3]), keep_free=1),
+    c.Table(
         call=7, worker="w-1", pool_term=4, sid=SID, epoch=2, status="wait", block_ids=(1,), leader="other.0",
         leader_index=2, num_needed=1, num_free=5,
     ),
-    p.Grant(**HEAD, num_blocks=4),
-    p.Granted(call=7, worker="w-1", pool_term=4, status="ok", spare_block_ids=(12,), num_free=5),
-    p.Update(**HEAD, taken=(TAKEN,), seals=(SEAL,), dropped=((SID, 2, 9),), released=((SID, 1),), reclaimed=(12,)),
-    p.Updated(call=7, worker="w-1", pool_term=4, status="ok", remaps=((SID, 2, 1, 9, 3),), num_free=5),
-    p.Reconcile(**HEAD, running=((SID, 2, bytes(32), (9, 10)),), spare_block_ids=(12,)),
-    p.Reconciled(call=7, worker="w-1", pool_term=4, status="not_ready", num_free=5, num_blocks=64),
-    p.Match(**HEAD, salt=bytes(32), ids=p.pack_ids([1, 2])),
-    p.Matched(call=7, worker="w-1", pool_term=4, cached_length=16, num_free=5),
+    c.Grant(**HEAD, num_blocks=4),
+    c.Granted(call=7, worker="w-1", pool_term=4, status="ok", spare_block_ids=(12,), num_free=5),
+    c.Update(**HEAD, taken=(TAKEN,), seals=(SEAL,), dropped=((SID, 2, 9),), released=((SID, 1),), reclaimed=(12,)),
+    c.Updated(call=7, worker="w-1", pool_term=4, status="ok", remaps=((SID, 2, 1, 9, 3),), num_free=5),
+    c.Reconcile(**HEAD, running=((SID, 2, bytes(32), (9, 10)),), spare_block_ids=(12,)),
+    c.Reconciled(call=7, worker="w-1", pool_term=4, status="not_ready", num_free=5, num_blocks=64),
+    c.Match(**HEAD, salt=bytes(32), ids=w.pack_ids([1, 2])),
+    c.Matched(call=7, worker="w-1", pool_term=4, cached_length=16, num_free=5),
     p.Member(kind="worker", incarnation="w-1", max_model_len=512, num_blocks=64, block_size=16, variant="v"),
     p.Event(kind="left", id="w-1"),
 )  # fmt: skip
 
-MESSAGE_TYPES = [p.Message._by_tag[tag] for tag in sorted(p.Message._by_tag)]
+MESSAGE_TYPES = [w.Message._by_tag[tag] for tag in sorted(w.Message._by_tag)]
 TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=8)
 TOKEN_IDS = st.integers(0, (1 << 32) - 1)
 PLAIN: dict[Any, st.SearchStrategy[Any]] = {
@@ -75,7 +77,7 @@ PLAIN: dict[Any, st.SearchStrategy[Any]] = {
 }
 
 
-def any_of(cls: type[p.Message]) -> st.SearchStrategy[Any]:
+def any_of(cls: type[w.Message]) -> st.SearchStrategy[Any]:
     """Any valid message of this type, by its annotations and bounds."""
     hints = get_type_hints(cls)
     fields = {name: _bounded(hints[name], info.metadata) for name, info in cls.model_fields.items()}
@@ -126,7 +128,7 @@ def _value(hint: Any) -> st.SearchStrategy[Any]:
         return st.tuples(*map(_value, args))
     if origin is dict:
         return st.dictionaries(st.integers(0, 1 << 20), st.floats(-10, 10), max_size=3)
-    if isinstance(hint, type) and issubclass(hint, p.Message):
+    if isinstance(hint, type) and issubclass(hint, w.Message):
         return any_of(hint)
     assert origin is Union or args, hint
     return st.one_of(*map(_value, args))

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from shared.protocol import encode
 from shared.scripts import CommitCode
+from shared.wire import encode
 from tests.shared.script_rules import RuleBook
 from tests.shared.script_world import HOUR_MS, STOP, World, entry
 

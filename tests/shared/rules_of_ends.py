@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from shared.protocol import Outcome, encode
+from shared.protocol import Outcome
 from shared.scripts import CommitCode, Repeat
+from shared.wire import encode
 from tests.shared.script_rules import RuleBook
 from tests.shared.script_world import CANCELLED, STOP, World, entry, spec_of
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from shared.protocol import encode
 from shared.scripts import Admission, KeyLimits
+from shared.wire import encode
 from tests.shared.script_rules import RuleBook
 from tests.shared.script_world import CANCELLED, STOP, World, entry
 

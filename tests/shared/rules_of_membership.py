@@ -6,8 +6,9 @@ from collections.abc import Awaitable
 from typing import TypeVar
 
 from shared.bus import CannotWrite
-from shared.protocol import Event, Member, encode
+from shared.protocol import Event, Member
 from shared.scripts import STREAM_TTL_MS
+from shared.wire import encode
 from tests.shared.script_rules import RuleBook
 from tests.shared.script_world import HOUR_MS, World
 

@@ -9,19 +9,10 @@ from typing import Any
 from redis.asyncio import Redis
 
 from shared import bus
-from shared.protocol import (
-    Event,
-    Member,
-    MemberKind,
-    Outcome,
-    RequestSpec,
-    SamplingParams,
-    TextParams,
-    TimeLimits,
-    decode_as,
-)
+from shared.protocol import Event, Member, MemberKind, Outcome, RequestSpec, SamplingParams, TextParams, TimeLimits
 from shared.records import Records, SequenceRecord
 from shared.scripts import Admission, CommitCode, CommitEntry, Repeat, Scripts
+from shared.wire import decode_as
 
 MODEL = "m"
 HOUR_MS = 3_600_000

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shared.block_keys import chain, next_key, request_salt, root_key
-from shared.protocol import pack_ids
+from shared.wire import pack_ids
 
 IDS = st.lists(st.integers(0, (1 << 32) - 1), max_size=40)
 ROOT = root_key(bytes(32), "v1")

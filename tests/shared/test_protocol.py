@@ -14,19 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from shared.protocol import (
+from shared.protocol import Event, Outcome, RequestSpec, SamplingParams, TokenChunk
+from shared.store_calls import Ensure, StoreCall
+from shared.wire import (
     MAX_MESSAGE_BYTES,
-    Ended,
-    Ensure,
-    Event,
     Message,
-    Outcome,
     ProtocolError,
-    Report,
-    RequestSpec,
-    SamplingParams,
-    StoreCall,
-    TokenChunk,
     decode,
     decode_as,
     encode,
@@ -35,6 +28,7 @@ from shared.protocol import (
     split_sequence_id,
     unpack_ids,
 )
+from shared.worker_protocol import Ended, Report
 from tests.shared.example_messages import EXAMPLES, HEAD, MESSAGE_TYPES, SAMPLING, TEXT, any_of
 
 RECORDED = json.loads((Path(__file__).parent / "data" / "messages.json").read_text())

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from shared.protocol import Outcome, ProtocolError, TokenChunk, encode
+from shared.protocol import Outcome, TokenChunk
 from shared.records import Reader
+from shared.wire import ProtocolError, encode
 from tests.shared.script_world import entry, spec_of, world_at
 
 

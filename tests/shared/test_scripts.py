@@ -8,8 +8,9 @@ import pytest
 from redis.exceptions import ResponseError
 
 from shared import bus
-from shared.protocol import Event, Member, Outcome, encode
+from shared.protocol import Event, Member, Outcome
 from shared.scripts import Attached, CommitCode, Scripts, prefix_of
+from shared.wire import encode
 from tests.shared.script_world import CANCELLED, HOUR_MS, STOP, World, entry, spec_of, world_at
 
 END = encode(STOP)

@@ -19,8 +19,10 @@ from services.gpu_worker.commits import Commit
 from services.gpu_worker.composer import Budget
 from services.gpu_worker.running_set import Change, RunningSet
 from services.gpu_worker.step_cost import StepCost
-from shared.protocol import Admit, SamplingParams, TakeOver, sequence_id
+from shared.protocol import SamplingParams
 from shared.scripts import CommitCode
+from shared.wire import sequence_id
+from shared.worker_protocol import Admit, TakeOver
 
 SALT = bytes(32)
 TERM = 1

@@ -10,7 +10,8 @@ import asyncio
 from services.gateway.admission import TryLater
 from services.gateway.inflight import Inflight
 from services.gateway.open_request import Moved, OpenRequest, RequestLost
-from shared.protocol import Outcome, TokenChunk, pack_ids
+from shared.protocol import Outcome, TokenChunk
+from shared.wire import pack_ids
 from tests.e2e.machine.oracle import Wanted
 
 

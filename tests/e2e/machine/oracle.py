@@ -12,7 +12,8 @@ from typing import Any
 import redis
 
 from shared import scripted_vocab as vocab
-from shared.protocol import Outcome, RequestSpec, SamplingParams, TextParams, TokenChunk, decode_as
+from shared.protocol import Outcome, RequestSpec, SamplingParams, TextParams, TokenChunk
+from shared.wire import decode_as
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,8 @@ import hashlib
 from importlib.resources import files
 from typing import Any
 
-from shared.protocol import MAX_MESSAGE_BYTES, ProtocolError, decode
 from shared.scripts import Scripts
+from shared.wire import MAX_MESSAGE_BYTES, ProtocolError, decode
 
 MAX_WIDTH = 400
 

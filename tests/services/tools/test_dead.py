@@ -11,8 +11,9 @@ import pytest
 
 from services.tools import dead
 from shared.embedded_redis import socket_path
-from shared.protocol import Outcome, encode
+from shared.protocol import Outcome
 from shared.settings import CommonSettings
+from shared.wire import encode
 from tests.helpers import wait_until
 from tests.shared.script_world import MODEL, entry, world_at
 
