@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from kernels.native import build as native_build
 from services.gpu_worker.batch import Chunk
 from services.gpu_worker.engine import TorchEngine
 from services.gpu_worker.engines import load_engine
@@ -164,6 +165,7 @@ def test_without_a_compiler_torch_computes_and_says_so_once(
 ) -> None:
     save("llama", tmp_path)
     monkeypatch.setenv("PATH", str(tmp_path / "empty"))
+    monkeypatch.setattr(native_build, "BUILT", tmp_path / "not an image")
     with torch_threads(1), caplog.at_level(logging.WARNING):
         engine = load_engine("auto", tmp_path, tmp_path / "new", num_threads=1, kv_cache_bytes=1 << 20)
         assert isinstance(engine, TorchEngine)

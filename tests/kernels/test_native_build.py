@@ -10,6 +10,13 @@ from kernels.native import build
 from kernels.native.build import ISAS, NoNativeOps, isas
 from tests.kernels.native_libraries import FOLDER, best_library
 
+
+@pytest.fixture(autouse=True)
+def no_image(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What `make serve` has built in this tree is not found."""
+    monkeypatch.setattr(build, "BUILT", tmp_path / "not an image")
+
+
 AVX2 = frozenset(["avx2", "fma", "f16c"])
 
 
