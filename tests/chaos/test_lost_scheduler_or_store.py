@@ -14,17 +14,24 @@ from tests.chaos.link import DOWN, UP, Mode
 from tests.chaos.play import Play, Run
 from tests.e2e.clients import longest_pause_s
 from tests.e2e.load import mixed
+from tests.e2e.process import Process
+from tests.e2e.state import Sequence
 from tests.helpers import wait_until
 
 LEASES: dict[MemberKind, str] = {"scheduler": "run", "store": "pool"}
 AWAY = ("Redis is away",)
 
 
+def led_by(victim: Process, run: Run, kind: MemberKind, running: list[Sequence]) -> str:
+    """A worker that the victim leads."""
+    return next(s.worker for s in running if run.stack.state.owner(LEASES[kind], s.worker) == victim.incarnation)
+
+
 async def leader_is_killed(run: Run, kind: MemberKind) -> None:
     """Without a word. What comes meanwhile waits for its successor, and no longer than that."""
     load = await run.decoding()
     victim = run.victim(kind, load.running)
-    worker = load.running[0].worker
+    worker = led_by(victim, run, kind, load.running)
     killed_at = run.stack.kill(victim)
     late = run.client().begin_all(mixed("late"))
     with checker.invariant("I1"):
@@ -44,7 +51,7 @@ async def leader_is_cut_off(run: Run, kind: MemberKind, mode: Mode, directions: 
     """It still believes that it leads when it is heard again: what it says then is refused, or harmless."""
     load = await run.decoding()
     victim = run.victim(kind, load.running)
-    worker = load.running[0].worker
+    worker = led_by(victim, run, kind, load.running)
     cut_at = time.perf_counter()
     async with run.stack.link(victim).broken(mode, directions):
         with checker.invariant("I1"):
