@@ -108,6 +108,12 @@ class SchedulerCore:
             self.calls.forget(worker)
             self._interrupt(view)
 
+    def agree_anew(self) -> None:
+        """Redis may have come back without its last moment: workers are asked again what they run, and what the records
+        place there besides is queued again."""
+        for view in self.workers.values():
+            self._takeover.restart(view)
+
     def set_neighbours(self, neighbours: list[Neighbour]) -> None:
         """All workers that other schedulers lease, as of now."""
         self._neighbours.clear()

@@ -239,6 +239,11 @@ class SchedulerService:
                         for _ in range(num_done):
                             todo.popleft()
 
+    def on_redis_lost(self) -> None:
+        """It may be another one that answers next."""
+        self.fleet.distrust_leases()
+        self.core.agree_anew()
+
     # --- the process -------------------------------------------------------------------------------------------------
 
     async def run(self, stop: Stop) -> None:
@@ -246,7 +251,7 @@ class SchedulerService:
         await run_until_stopped(
             [
                 forever("queue", self._queue_loop, stop),
-                forever("inbox", lambda: self.read_inbox(2000), stop, self.fleet.distrust_leases),
+                forever("inbox", lambda: self.read_inbox(2000), stop, self.on_redis_lost),
                 forever("heartbeat", self._beat_loop, stop),
                 forever("scan", self._scan_loop, stop),
                 forever("tick", self._tick_loop, stop),

@@ -153,6 +153,18 @@ async def test_nobody_is_dead_for_one_lease_time_after_redis_was_away(redis_url:
         assert await p.states("a.0") == ["queued"]
 
 
+async def test_an_end_that_redis_has_forgotten_is_found(redis_url: str) -> None:
+    """A replica that takes over may lack the last moment: there the sequence still runs, and nobody runs it."""
+    async with pipeline_at(redis_url) as p:
+        service = await running(p, "a", "b")
+        del p.worker.rows["a.0"]  # it has ended, and was told so by the Redis that is no more
+        service.on_redis_lost()
+        await p.settle()
+        again = await p.w.sequence("a.0")
+        assert (again.state, again.epoch, again.strikes) == ("placed", 2, 0) and "a.0" in p.worker.rows
+        assert (await p.w.sequence("b.0")).epoch == 1, "what runs goes on"
+
+
 async def test_a_redis_that_stood_still_was_away(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Stopped and continued: no connection was lost, and yet every lease has run out."""
     async with pipeline_at(redis_url) as p:

@@ -184,7 +184,7 @@ class SchedulerActor(Actor):
 
     def on_lost(self, loop: str) -> None:
         if loop == "inbox":
-            self.service.fleet.distrust_leases()
+            self.service.on_redis_lost()
 
 
 class StoreActor(Actor):
