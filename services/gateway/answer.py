@@ -109,16 +109,21 @@ class Answer:
 
     def _events(self, deltas: list[tuple[int, Delta]]) -> bytes:
         """All that is new in one piece, for one write."""
-        events = []
+        events = self._openings()
         for index, delta in deltas:
-            if self._places[index] is None:
-                opening = self._builder.opening(index)
-                if opening is not None:
-                    self._places[index] = sse.Place(0)
-                    events.append(sse.event(opening, self._event_id()))
             self._places[index] = sse.Place(delta.position, delta.finish_reason is not None)
             events.append(sse.event(self._builder.chunk(index, delta), self._event_id()))
         return b"".join(events)
+
+    def _openings(self) -> list[bytes]:
+        """Of every choice that has had none, in their order, whichever of them has text first: the official client's
+        stream helper puts choices together by appending them as they come."""
+        events = []
+        for index, place in enumerate(self._places):
+            if place is None and (opening := self._builder.opening(index)) is not None:
+                self._places[index] = sse.Place(0)
+                events.append(sse.event(opening, self._event_id()))
+        return events
 
     def _ending(self) -> bytes:
         done = sse.done(sse.end_id(self._generation.rid))

@@ -197,3 +197,19 @@ def test_from_the_beginning_it_is_the_same_again(call: Call, sizes: list[int]) -
         assert again == await answered(call, sizes)
 
     asyncio.run(check())
+
+
+@given(calls(), st.lists(st.integers(1, 9), max_size=6))
+def test_choices_of_a_chat_are_opened_in_their_order(call: Call, sizes: list[int]) -> None:
+    """Whichever has text first: the official client's stream helper appends choices as they come."""
+
+    async def check() -> None:
+        if call.prompts[0].text.api != "chat":
+            return
+        chunks = [json.loads(data) for _, data in await answered(call, sizes) if data != "[DONE]"]
+        choices = [choice for chunk in chunks for choice in chunk["choices"]]
+        num_choices = len(call.chunks)
+        assert [c["index"] for c in choices[:num_choices]] == list(range(num_choices))
+        assert ["role" in c["delta"] for c in choices] == [i < num_choices for i in range(len(choices))]
+
+    asyncio.run(check())

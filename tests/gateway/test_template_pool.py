@@ -43,7 +43,14 @@ async def make_pool() -> AsyncIterator[MakePool]:
 
 
 def children() -> list[psutil.Process]:
-    return [p for p in psutil.Process().children() if "services.gateway.template_process" in " ".join(p.cmdline())]
+    return [p for p in psutil.Process().children() if "services.gateway.template_process" in _command(p)]
+
+
+def _command(process: psutil.Process) -> str:
+    try:
+        return " ".join(process.cmdline())
+    except psutil.NoSuchProcess:  # it has just ended; also of one that nobody has waited for yet
+        return ""
 
 
 async def render(pool: TemplatePool, content: str) -> str:
