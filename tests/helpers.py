@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import redis
 
 from shared import redis_acl
@@ -40,6 +41,14 @@ def wait_until_sync(predicate: Callable[[], Any], timeout: float = 10.0, every: 
             raise TimeoutError(f"not within {timeout} s: {_source(predicate)}")
         time.sleep(every)
     return result
+
+
+def command_line(process: psutil.Process) -> str:
+    """Empty for one that has just ended, also where nobody has waited for it yet."""
+    try:
+        return " ".join(process.cmdline())
+    except psutil.NoSuchProcess:
+        return ""
 
 
 def _source(predicate: Callable[[], Any]) -> str:

@@ -15,6 +15,7 @@ import pytest_asyncio
 from tests.e2e.clients import Client, Connect
 from tests.e2e.load import chat, plain, words
 from tests.e2e.stack import Stack
+from tests.helpers import command_line
 
 KEY = "k-5e8dd1f0c2b94a31"
 OTHER = "k-1b0c7f6e2a9d4455"
@@ -74,7 +75,7 @@ async def test_no_command_line_shows_a_key(stack: Stack) -> None:
     for process in stack.processes():
         tree = psutil.Process(process.pid)
         for each in (tree, *tree.children(recursive=True)):
-            assert not any(secret in " ".join(each.cmdline()) for secret in (KEY, "deployment-7f3a"))
+            assert not any(secret in command_line(each) for secret in (KEY, "deployment-7f3a"))
 
 
 ODD_IDS = (

@@ -13,7 +13,7 @@ import pytest
 
 from services.gateway.chat_template import ChatTemplateError
 from services.gateway.template_pool import NUM_CHILDREN, TemplatePool, encode_call, text_of
-from tests.helpers import wait_until
+from tests.helpers import command_line, wait_until
 
 NOW = datetime(2024, 7, 26, 12, 0)
 ECHO = "{{ bos_token }}{% for m in messages %}{{ m.content }}{% endfor %}{{ strftime_now('%Y') }}"
@@ -43,14 +43,7 @@ async def make_pool() -> AsyncIterator[MakePool]:
 
 
 def children() -> list[psutil.Process]:
-    return [p for p in psutil.Process().children() if "services.gateway.template_process" in _command(p)]
-
-
-def _command(process: psutil.Process) -> str:
-    try:
-        return " ".join(process.cmdline())
-    except psutil.NoSuchProcess:  # it has just ended; also of one that nobody has waited for yet
-        return ""
+    return [p for p in psutil.Process().children() if "services.gateway.template_process" in command_line(p)]
 
 
 async def render(pool: TemplatePool, content: str) -> str:
