@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+from pathlib import Path
 
 import pytest
 
@@ -15,13 +16,17 @@ FOLDER = default_cache_dir() / "native"
 ISAS = build.isas(platform.machine(), build.cpu_flags())
 
 
-def library_for(isa: build.Isa) -> NativeLibrary:
+def library_path(isa: build.Isa) -> Path:
     places = [folder / build.file_name(isa) for folder in (build.BUILT, FOLDER)]
-    path = next((p for p in places if p.is_file()), None)
+    found = next((p for p in places if p.is_file()), None)
     try:
-        return NativeLibrary(path or build.build(isa, FOLDER, lambda line: None), isa.name)
+        return found or build.build(isa, FOLDER, lambda line: None)
     except NoNativeOps as e:
         pytest.skip(str(e))
+
+
+def library_for(isa: build.Isa) -> NativeLibrary:
+    return NativeLibrary(library_path(isa), isa.name)
 
 
 def best_library() -> NativeLibrary:
