@@ -23,7 +23,7 @@ WHEELS := $(if $(wildcard wheels/*.whl),--find-links wheels)
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check $(WHEELS)
 PYTEST := $(BIN)/python -m pytest -q -n 2 --dist loadfile
 
-.PHONY: help serve test test-slow chaos soak lint format docs size bench wheels secrets clean
+.PHONY: help serve test test-slow aot chaos soak lint format docs size bench wheels secrets clean
 
 help:
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 20
@@ -39,6 +39,9 @@ test: $(VENV)/.dev ## run the tests
 test-slow: $(VENV)/.dev ## run the tests that take long
 	$(BIN)/headrace fetch
 	$(BIN)/python -m pytest -q -m slow $(ARGS)
+
+aot: $(VENV)/.dev ## compile the Triton kernels for every kind of GPU, without one (ARGS="--quick", ARGS=rms_norm)
+	$(BIN)/python -m kernels.aot $(ARGS)
 
 chaos: $(VENV)/.dev ## faults at random under load (MINUTES=20 SEED=1; a seed repeats its schedule)
 	$(BIN)/headrace fetch

@@ -1,0 +1,37 @@
+"""Triton's kernels are tested on the CPU, in its interpreter, with outputs that are garbage until they are written.
+
+Triton decides when it is first imported whether its own functions are interpreted, and a kernel's file when that is
+imported whether its kernels are. Both happen in tests alone, and the switch is on only while one of these runs: for
+every other test of this process the entry points take torch, and processes that it starts know nothing of it.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+
+import pytest
+import torch
+
+collect_ignore_glob = [] if importlib.util.find_spec("triton") else ["test_*.py"]
+if not collect_ignore_glob:
+    assert "triton" not in sys.modules, "something has imported Triton to compile before it could be told to interpret"
+    with pytest.MonkeyPatch.context() as switch:
+        switch.setenv("TRITON_INTERPRET", "1")
+        import triton  # noqa: F401
+
+empty = torch.empty
+
+
+@pytest.fixture(autouse=True)
+def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    monkeypatch.setattr(torch, "empty", garbage)
+
+
+def garbage(*shape: object, **options: object) -> torch.Tensor:
+    """What `torch.empty` gives, but surely of no use: NaN, or a number that nobody has computed."""
+    tensor = empty(*shape, **options)  # type: ignore[call-overload]
+    if tensor.device.type == "meta":
+        return tensor
+    return tensor.fill_(torch.nan if tensor.is_floating_point() else 85)
