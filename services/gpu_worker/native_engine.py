@@ -23,7 +23,7 @@ from services.gpu_worker.sampler import sample
 from services.gpu_worker.step_inputs import SequenceError
 from services.gpu_worker.variant import native_variant
 from services.gpu_worker.weights.loader import Progress, open_source
-from services.gpu_worker.weights.native_loader import load_native_weights
+from services.gpu_worker.weights.native_loader import load_native_weights, return_freed_memory
 
 BLOCK_SIZES = (1, 2, 4, 8, 16, 32, 48, 64, 128, 256)
 
@@ -68,6 +68,7 @@ class NativeEngine:
                 config, load_native_weights(source, progress), library, num_threads=num_threads,
                 num_blocks=num_blocks, block_size=block_size, max_model_len=length,
             )  # fmt: skip
+        return_freed_memory()
         torch.set_num_threads(1)
         geometry = Geometry(
             num_blocks, block_size, config.num_heads, config.num_kv_heads, config.head_dim, config.vocab_size, length

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ from services.gpu_worker.batch import SampledToken, Sequence
 from shared.model_source import KNOWN, default_cache_dir
 from tests.gpu_worker.any_engine import AnyEngine, engine_threads, load_native, load_torch
 from tests.gpu_worker.tiny_models import Runner, prompts
+from tests.kernels.native_libraries import ISAS, library_path
 
 pytestmark = [pytest.mark.model, pytest.mark.timeout(600)]
 
@@ -38,6 +41,13 @@ def model_path() -> Path:
     if found is None:
         pytest.skip("the default model is not in the cache (headrace fetch)")
     return found
+
+
+def test_weights_take_the_memory_of_their_file() -> None:
+    """Of the whole engine: what its tables, buffers and KV cache take is within the margin."""
+    command = [sys.executable, "-m", "tests.gpu_worker.loaded_memory", model_path(), library_path(ISAS[0])]
+    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    assert 0.9 <= int(done.stdout) / model_path().stat().st_size <= 1.15
 
 
 @pytest.fixture(scope="module", params=[load_torch, load_native])
