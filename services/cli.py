@@ -68,6 +68,8 @@ COMMANDS = (
             example="headrace bench --concurrency 8 --prompt-words 100 --max-tokens 64"),
     Command("bench engine", USING, "the same load in one process, without the services",
             "services.gpu_worker.commands.bench_engine", example="headrace bench engine --concurrency 8"),
+    Command("eval perplexity", USING, "how well the model foresees a text, as llama-perplexity counts it",
+            "services.gpu_worker.commands.eval_perplexity", example="headrace eval perplexity text.txt"),
     Command("dead", USING, "list, show and retry requests that workers died of", "services.tools.dead",
             example="headrace dead list"),
     Command("version", USING, "print the version"),
@@ -153,7 +155,7 @@ def _become(module: str, args: Sequence[str], environ: Mapping[str, str]) -> Non
 def overview() -> str:
     lines = ["usage: headrace COMMAND [options]", "", "Serves large language models as a pipeline of small services."]
     for group in dict.fromkeys(command.group for command in COMMANDS):
-        lines += ["", f"{group}:", *(f"  {c.name:<14} {c.help}" for c in COMMANDS if c.group == group)]
+        lines += ["", f"{group}:", *(f"  {c.name:<15} {c.help}" for c in COMMANDS if c.group == group)]
     examples = [BY_NAME["serve"].example, BY_NAME["chat"].example]
     lines += ["", "Examples:", "  headrace serve", *(f"  {example}" for example in examples)]
     lines += ["", "Options of a command: headrace COMMAND --help", ""]

@@ -101,6 +101,12 @@ class TorchEngine:
             results[i] = token
         return results
 
+    def logits(self, chunk: Chunk, first: int) -> torch.Tensor:
+        """Of the chunk's rows from `first` on, float32 [rows, vocab_size]; its KV is written."""
+        with torch.inference_mode(), memory_errors():
+            inputs = build_step_inputs([replace(chunk, sample=True)], self._geometry)
+            return self._decoder.forward(replace(inputs, sample_rows=torch.arange(first, chunk.count)), self._pool)
+
 
 @contextlib.contextmanager
 def memory_errors() -> Iterator[None]:

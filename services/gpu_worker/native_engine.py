@@ -7,8 +7,10 @@ Like `engine.TorchEngine` in everything but speed and rounding: products take ac
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from kernels.native.library import NativeLibrary
@@ -96,3 +98,9 @@ class NativeEngine:
         for i, token in zip(inputs.sample_chunks, tokens, strict=True):
             results[i] = token
         return results
+
+    def logits(self, chunk: Chunk, first: int) -> torch.Tensor:
+        """Of the chunk's rows from `first` on, float32 [rows, vocab_size], until the next call; its KV is written."""
+        inputs = build_native_inputs([chunk], self._geometry)
+        rows = np.arange(first, chunk.count, dtype=np.int32)
+        return self.decoder.forward(replace(inputs, sample_rows=rows))[0]
