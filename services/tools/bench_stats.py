@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -35,6 +36,14 @@ def percentile(values: Sequence[float], p: float) -> float | None:
     return sorted(values)[max(0, math.ceil(p * len(values)) - 1)]
 
 
+def spread(values: Sequence[float | None]) -> dict[str, float] | None:
+    """Of what was measured: median, smallest and largest; None where nothing was."""
+    known = sorted(value for value in values if value is not None)
+    if not known:
+        return None
+    return {"median": round(statistics.median(known), 4), "min": round(known[0], 4), "max": round(known[-1], 4)}
+
+
 def _ms(values: Sequence[float]) -> dict[str, float | None]:
     ranks = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
     return {name: None if (v := percentile(values, p)) is None else round(v * 1e3, 2) for name, p in ranks.items()}
@@ -54,6 +63,8 @@ def summary(run: Run) -> dict[str, Any]:
         "output_tokens": out,
         "prompt_tokens": prompt,
         "cached_tokens": sum(s.num_cached_tokens for s in run.samples),
+        # of a shared prefix somebody computes the beginning; what the worst of all others found
+        "cached_tokens_of_others": min(sorted(s.num_cached_tokens for s in run.samples)[1:], default=0),
         "output_tok_s": round(out / wall, 1),
         "total_tok_s": round((out + prompt) / wall, 1),
         "ttft_ms": _ms([s.ttft for s in run.samples]),
@@ -102,6 +113,7 @@ def service_costs(before: Metrics, after: Metrics) -> dict[str, Any]:
         "cpu_s": {service: round(seconds, 3) for service, seconds in sorted(cpu.items())} | {"redis": round(redis, 3)},
         "tokens": int(tokens),
         "flushes": int(flushes),
+        "prefill_tokens": int(grown("headrace_prefill_tokens_total", "worker")),
         "pipeline_cpu_ms_per_token": round(1e3 * pipeline / tokens, 4) if tokens else None,
         "pipeline_cpu_ms_per_flush": round(1e3 * pipeline / flushes, 4) if flushes else None,
         "budget_s": round(1.3e-3 * flushes + 0.13e-3 * tokens, 3),
