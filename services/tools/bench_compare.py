@@ -39,8 +39,8 @@ class Server:
         return [None if r is None else _figure(r, figure) for r in self.rounds]
 
 
-FIGURES = ("output_tok_s", "total_tok_s", "ttft_ms.p50", "ttft_ms.p90", "itl_ms.p50", "e2e_ms.p50", "cached_tokens")
-RATIOS = FIGURES[:-1]
+RATIOS = ("output_tok_s", "total_tok_s", "ttft_ms.p50", "ttft_ms.p90", "itl_ms.p50", "e2e_ms.p50")
+FIGURES = (*RATIOS, "cached_tokens", "cached_tokens_of_others")
 
 
 def _figure(summary: dict[str, Any], name: str) -> float | None:
