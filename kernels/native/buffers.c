@@ -53,6 +53,15 @@ int reserve_buffers(struct decoder *d, const struct step *s) {
         if (!d->best) return 0;
         d->best_capacity = best;
     }
+    if (s->num_samples > d->noise_capacity) {
+        free(d->candidates);
+        free(d->noisy);
+        d->noise_capacity = 0;
+        d->candidates = malloc((size_t)s->num_samples * (size_t)(d->m->vocab_size / DRAW_CHUNK + 1) * sizeof *d->candidates);
+        d->noisy = malloc((size_t)s->num_samples * sizeof *d->noisy);
+        if (!d->candidates || !d->noisy) return 0;
+        d->noise_capacity = s->num_samples;
+    }
     if (s->num_rows > d->item_capacity) {
         free(d->items);
         d->item_capacity = 0;
@@ -66,6 +75,8 @@ int reserve_buffers(struct decoder *d, const struct step *s) {
 void free_buffers(struct decoder *d) {
     free(d->memory);
     free(d->best);
+    free(d->candidates);
+    free(d->noisy);
     free(d->items);
 }
 

@@ -8,6 +8,7 @@ enum phase { NORM_ATTN, QKV, ROPE, ATTEND, OUT, NORM_FFN, GATE_UP, DOWN, PHASES_
 #define ROWS_A_PIECE 4
 #define MAX_TILES_A_PIECE 4
 #define MAX_PIECES 16384
+#define LATE 3 /* quarters of the layers, after which the next step should be made ready */
 
 static int is_quantised(const struct linear *l) {
     for (int i = 0; i < l->num_parts; i++)
@@ -39,7 +40,7 @@ static void embed(struct decoder *d, struct range r) {
     for (int i = r.first; i < r.end; i++) {
         float *x = d->x + i * hidden_stride(d);
         for (int64_t c = d->m->hidden_size; c < hidden_stride(d); c++) x[c] = 0.0f;
-        weight_row(&d->m->embedding, d->step->token_ids[i], x);
+        weight_row(&d->m->embedding, input_token(d->step, i), x);
     }
 }
 
@@ -195,10 +196,12 @@ static int prepare(void *context, int phase) {
     if (phase == 0) return share_rows(d, phase, rows);
     if (phase == last) return share_rows(d, phase, samples);
     if (phase == last + 1) return samples ? cut_tiles(d, linear_tiles(&m->head)) : 0;
-    if (phase == last + 2) {
-        choose_best(d, samples ? cut_tiles(d, linear_tiles(&m->head)) : 0);
+    if (phase == last + 2) return samples ? choose_best(d, cut_tiles(d, linear_tiles(&m->head))) : 0;
+    if (phase == last + 3) {
+        if (samples) choose_drawn(d);
         return 0;
     }
+    if (d->runner && phase == 1 + m->num_layers * LATE / 4 * PHASES_A_LAYER) step_is_late(d->runner);
     const struct layer *l = m->layers + (phase - 1) / PHASES_A_LAYER;
     switch ((phase - 1) % PHASES_A_LAYER) {
         case QKV: return cut_tiles(d, linear_tiles(&l->qkv));
@@ -220,6 +223,10 @@ static void run(void *context, int phase, int piece, int thread) {
         best_of_piece(d, piece);
         return;
     }
+    if (phase == last + 2) {
+        draw_piece(d, piece);
+        return;
+    }
     const struct layer *l = m->layers + (phase - 1) / PHASES_A_LAYER;
     if (phase == 0 || phase == last) {
         row_phase(d, phase, piece_rows(piece, phase == last ? samples : rows));
@@ -235,10 +242,10 @@ static void run(void *context, int phase, int piece, int thread) {
     }
 }
 
-/* --- calls from outside --------------------------------------------------------------------------------------------- */
+/* --- calls --------------------------------------------------------------------------------------------- */
 
 /* Null if there is no memory. model and pool must outlive the decoder. */
-EXPORT struct decoder *headrace_decoder_new(const struct model *m, struct pool *pool) {
+struct decoder *decoder_new(const struct model *m, struct pool *pool) {
     struct decoder *d = calloc(1, sizeof *d);
     if (!d) return NULL;
     d->m = m;
@@ -246,17 +253,17 @@ EXPORT struct decoder *headrace_decoder_new(const struct model *m, struct pool *
     return d;
 }
 
-EXPORT void headrace_decoder_free(struct decoder *d) {
+void decoder_free(struct decoder *d) {
     free_buffers(d);
     free(d);
 }
 
 /* 0, or -1 where there is no memory. */
-EXPORT int headrace_decoder_step(struct decoder *d, const struct step *step) {
+int decoder_step(struct decoder *d, const struct step *step) {
     if (!reserve_buffers(d, step)) return -1;
     d->step = step;
     cut_spans(d);
-    struct task task = {prepare, run, d, 1 + d->m->num_layers * PHASES_A_LAYER + 3};
+    struct task task = {prepare, run, d, 1 + d->m->num_layers * PHASES_A_LAYER + 4};
     pool_run(d->pool, &task);
     return 0;
 }

@@ -13,12 +13,16 @@ struct decoder {
     const struct model *m;
     struct pool *pool;
     const struct step *step;
+    struct runner *runner; /* or null: nobody waits for a step that is nearly over */
     int32_t capacity, num_items, item_capacity, tiles_a_piece;
     float *x, *qkv, *q, *attend_scratch, *gate_up;
     struct rows normed, mixed, gated;
     struct item *items;
     float *best;     /* [piece of the head][sample] */
     int64_t best_capacity;
+    struct candidate *candidates; /* [noisy sample][chunk of the vocabulary] */
+    int32_t *noisy;               /* the samples to whose logits noise is added */
+    int32_t num_noisy, noise_capacity;
     void *memory;
 };
 
@@ -41,8 +45,22 @@ void free_buffers(struct decoder *d);
 /* Cuts the step's spans into items. */
 void cut_spans(struct decoder *d);
 
+/* decoder.c */
+struct decoder *decoder_new(const struct model *m, struct pool *pool);
+void decoder_free(struct decoder *d);
+int decoder_step(struct decoder *d, const struct step *step);
+
 /* choice.c */
 void best_of_piece(struct decoder *d, int piece);
-void choose_best(struct decoder *d, int pieces);
+/* From the pieces of the head: tokens with the largest logit, and how many pieces the draws with noise have. */
+int choose_best(struct decoder *d, int pieces);
+void draw_piece(struct decoder *d, int piece);
+void choose_drawn(struct decoder *d);
+/* What an input token is, which the step before may have drawn. */
+int32_t input_token(const struct step *s, int row);
+
+/* runner.c: called once a step, when most of its layers are computed. */
+struct runner;
+void step_is_late(struct runner *r);
 
 #endif

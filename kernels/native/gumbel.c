@@ -4,26 +4,16 @@
 #include "native.h"
 #include "simd.h"
 
-#define CHUNK 4096 /* tokens of a piece */
 #define LANES 16   /* Philox calls side by side; each gives four tokens */
 #define LN2_HIGH 0.693359375f
 #define LN2_LOW -2.12194440e-4f
 #define SQRT_HALF_BITS 0x3F3504F3
 #define LOG1P_REACH 0.29289323f
 
-struct noise_key {
-    uint32_t seed_low, seed_high, position, choice;
-};
-
-struct drawn {
-    float value;
-    int32_t id;
-};
-
 struct draw_call {
     const float *scores;
     const struct noise_key *keys;
-    struct drawn *drawn; /* [row][chunk] */
+    struct candidate *found; /* [row][chunk] */
     int num_rows, vocab_size, num_chunks;
 };
 
@@ -83,28 +73,33 @@ INLINE float noise_of(uint32_t x) {
     return -log_reduced((float)e, fraction_of(exponential, e));
 }
 
-static void draw_piece(void *context, int phase, int piece, int thread) {
-    (void)phase, (void)thread;
-    const struct draw_call *call = context;
-    int row = piece / call->num_chunks, first = piece % call->num_chunks * CHUNK;
-    int end = first + CHUNK < call->vocab_size ? first + CHUNK : call->vocab_size;
-    const float *scores = call->scores + (int64_t)row * call->vocab_size;
-    struct drawn best = {-INFINITY, first};
+struct candidate draw_from(const float *logits, float largest, float temperature, const struct noise_key *key,
+                           int first, int end) {
+    struct candidate best = {-INFINITY, first};
     for (int id = first; id < end; id += 4 * LANES) {
         uint32_t x[4 * LANES];
         float total[4 * LANES];
         int count = end - id < 4 * LANES ? end - id : 4 * LANES;
-        philox(call->keys + row, (uint32_t)id / 4, x);
+        philox(key, (uint32_t)id / 4, x);
         for (int i = 0; i < 4 * LANES; i++) total[i] = noise_of(x[i]);
-        for (int i = 0; i < count; i++) total[i] += scores[id + i];
+        for (int i = 0; i < count; i++) total[i] += (logits[id + i] - largest) / temperature;
         for (int i = count; i < 4 * LANES; i++) total[i] = -INFINITY;
-        vf largest = vf_load(total);
-        for (int i = VL; i < 4 * LANES; i += VL) largest = vf_max(largest, vf_load(total + i));
-        float most = vf_largest(largest);
+        vf most_of_all = vf_load(total);
+        for (int i = VL; i < 4 * LANES; i += VL) most_of_all = vf_max(most_of_all, vf_load(total + i));
+        float most = vf_largest(most_of_all);
         for (int i = 0; most > best.value && i < count; i++)
-            if (total[i] > best.value) best = (struct drawn){total[i], id + i};
+            if (total[i] > best.value) best = (struct candidate){total[i], id + i};
     }
-    call->drawn[piece] = best;
+    return best;
+}
+
+static void draw_piece(void *context, int phase, int piece, int thread) {
+    (void)phase, (void)thread;
+    const struct draw_call *call = context;
+    int row = piece / call->num_chunks, first = piece % call->num_chunks * DRAW_CHUNK;
+    int end = first + DRAW_CHUNK < call->vocab_size ? first + DRAW_CHUNK : call->vocab_size;
+    const float *scores = call->scores + (int64_t)row * call->vocab_size;
+    call->found[piece] = draw_from(scores, 0.0f, 1.0f, call->keys + row, first, end);
 }
 
 static int draw_pieces(void *context, int phase) {
@@ -113,24 +108,24 @@ static int draw_pieces(void *context, int phase) {
     return call->num_rows * call->num_chunks;
 }
 
-EXPORT int headrace_draw_chunks(int vocab_size) { return (vocab_size + CHUNK - 1) / CHUNK; }
+EXPORT int headrace_draw_chunks(int vocab_size) { return (vocab_size + DRAW_CHUNK - 1) / DRAW_CHUNK; }
 
-/* scores [num_rows][vocab_size]; ties go to the lowest id. drawn: room for num_rows * headrace_draw_chunks. */
+/* scores [num_rows][vocab_size]; ties go to the lowest id. found: room for num_rows * headrace_draw_chunks. */
 EXPORT void headrace_draw(struct pool *pool, const float *scores, const struct noise_key *keys, int num_rows,
-                          int vocab_size, struct drawn *drawn, int32_t *ids) {
+                          int vocab_size, struct candidate *found, int32_t *ids) {
     int chunks = headrace_draw_chunks(vocab_size), at_once = 32768 / chunks;
     for (int first = 0; first < num_rows; first += at_once) {
         int rows = num_rows - first < at_once ? num_rows - first : at_once;
         struct draw_call call = {
-            scores + (int64_t)first * vocab_size, keys + first, drawn + (int64_t)first * chunks, rows, vocab_size, chunks,
+            scores + (int64_t)first * vocab_size, keys + first, found + (int64_t)first * chunks, rows, vocab_size, chunks,
         };
         struct task task = {draw_pieces, draw_piece, &call, 1};
         pool_run(pool, &task);
     }
     for (int row = 0; row < num_rows; row++) {
-        struct drawn best = drawn[(int64_t)row * chunks];
+        struct candidate best = found[(int64_t)row * chunks];
         for (int i = 1; i < chunks; i++) {
-            struct drawn other = drawn[(int64_t)row * chunks + i];
+            struct candidate other = found[(int64_t)row * chunks + i];
             if (other.value > best.value) best = other;
         }
         ids[row] = best.id;

@@ -9,12 +9,15 @@ from typing import Any
 
 from kernels.native.structs import Layer, Matrix, Model, Rows, Step
 
+_BRIEF = ("runner_submit",)  # not worth letting other Python threads in, who may be slow to leave
 _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "pool_new": (c_void_p, [c_int]),
     "pool_free": (None, [c_void_p]),
-    "decoder_new": (c_void_p, [POINTER(Model), c_void_p]),
-    "decoder_free": (None, [c_void_p]),
-    "decoder_step": (c_int, [c_void_p, POINTER(Step)]),
+    "runner_new": (c_void_p, [POINTER(Model), c_void_p]),
+    "runner_free": (None, [c_void_p]),
+    "runner_submit": (c_int64, [c_void_p, POINTER(Step)]),
+    "runner_wait_until_late": (None, [c_void_p, c_int64]),
+    "runner_wait": (c_int, [c_void_p, c_int64]),
     "product": (None, [c_void_p, POINTER(Matrix), POINTER(Rows), c_int, c_void_p, c_int64]),
     "quantize": (None, [POINTER(Rows), c_int]),
     "norm": (None, [c_void_p, c_void_p, c_float, c_int, c_int, c_int64, c_void_p]),
@@ -34,9 +37,9 @@ class NativeLibrary:
     def __init__(self, path: Path, name: str) -> None:
         """OSError if the file is not a library of this machine."""
         self.name = name
-        self._dll = ctypes.CDLL(str(path))
+        self._dll, self._brief = ctypes.CDLL(str(path)), ctypes.PyDLL(str(path))
         for function, (result, arguments) in _SIGNATURES.items():
-            entry = getattr(self._dll, f"headrace_{function}")
+            entry = getattr(self._brief if function in _BRIEF else self._dll, f"headrace_{function}")
             entry.restype, entry.argtypes = result, arguments
             setattr(self, function, entry)
 

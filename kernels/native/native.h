@@ -76,14 +76,27 @@ struct span {
     int32_t first_row, num_rows, first_position, first_block;
 };
 
+struct noise_key {
+    uint32_t seed_low, seed_high, position, choice;
+};
+
+/* How a sample's token is drawn: temperature 0 takes the largest logit, else noise is added to all of them. */
+struct draw {
+    float temperature;
+    struct noise_key key;
+};
+
 struct step {
     int32_t num_rows, num_spans, num_samples, reserved;
-    const int32_t *token_ids, *positions, *row_blocks;  /* row_blocks: the block that a row's K and V go to */
+    const int32_t *token_ids;   /* -1 - i: what sample i of the step before has drawn */
+    const int32_t *positions, *row_blocks;  /* row_blocks: the block that a row's K and V go to */
     const struct span *spans;
     const int32_t *block_ids;
     const int32_t *sample_rows;
+    const struct draw *draws;   /* [num_samples] */
+    const int32_t *drawn_before;
     float *logits;      /* [num_samples][vocab_size] */
-    int32_t *best;      /* [num_samples]: the first of the largest logits, -1 where a logit is not finite */
+    int32_t *drawn;     /* [num_samples]: token ids, -1 where a logit is not finite */
 };
 
 struct pool;
@@ -109,6 +122,15 @@ void rope_row(const struct model *m, const struct layer *l, float *qkv, float *q
 void attend(const struct model *m, const struct layer *l, const struct step *step, const struct span *span,
             int first_row, int count, int kv_head, const float *q, float *out, int64_t out_stride, float *scratch);
 int64_t attend_scratch_floats(const struct model *m);
+
+/* gumbel.c: the best of tokens [first, end) by (logit - largest) / temperature + noise; the first of equal ones. */
+struct candidate {
+    float value;
+    int32_t id;
+};
+struct candidate draw_from(const float *logits, float largest, float temperature, const struct noise_key *key,
+                           int first, int end);
+#define DRAW_CHUNK 4096 /* tokens of a piece */
 #define ATTENTION_ROWS 8
 
 static inline int64_t up_to(int64_t n, int64_t multiple) { return (n + multiple - 1) / multiple * multiple; }

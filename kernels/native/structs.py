@@ -58,13 +58,22 @@ class Model(ctypes.Structure):
     ]  # fmt: skip
 
 
+class NoiseKey(ctypes.Structure):
+    _fields_: ClassVar[_Fields] = [(name, ctypes.c_uint32) for name in ("seed_low", "seed_high", "position", "choice")]
+
+
+class Draw(ctypes.Structure):
+    _fields_: ClassVar[_Fields] = [("temperature", c_float), ("key", NoiseKey)]
+
+
 class Step(ctypes.Structure):
     _fields_: ClassVar[_Fields] = [
         *((name, c_int32) for name in ("num_rows", "num_spans", "num_samples", "reserved")),
         *(
             (name, c_void_p)
             for name in (
-                "token_ids", "positions", "row_blocks", "spans", "block_ids", "sample_rows", "logits", "best",
+                "token_ids", "positions", "row_blocks", "spans", "block_ids", "sample_rows", "draws", "drawn_before",
+                "logits", "drawn",
             )
         ),
     ]  # fmt: skip

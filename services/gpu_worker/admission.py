@@ -116,6 +116,12 @@ def finish_reason(seq: Sequence, max_num_tokens: int) -> str:
     position = seq.num_output_tokens - 1
     if position >= 0 and position >= seq.params.min_tokens and seq.token_ids[-1] in seq.params.stop_token_ids:
         return "stop"
-    if seq.num_output_tokens >= seq.params.max_tokens or len(seq.token_ids) >= max_num_tokens:
-        return "length"
-    return ""
+    return "length" if is_full(seq, max_num_tokens) else ""
+
+
+def is_full(seq: Sequence, max_num_tokens: int, num_drawing: int = 0) -> bool:
+    """Does it have all the tokens that it may have, with so many more?"""
+    return (
+        seq.num_output_tokens + num_drawing >= seq.params.max_tokens
+        or len(seq.token_ids) + num_drawing >= max_num_tokens
+    )

@@ -15,6 +15,7 @@ class Sequence:
 
     While num_computed < len(token_ids) - 1 it is in prefill (also after a move, where the output is recomputed).
     Token t lives in slot block_ids[t // block_size] * block_size + t % block_size.
+    Steps that have begun and not ended compute num_ahead more tokens, and draw num_drawing that nobody knows yet.
     """
 
     sid: str
@@ -25,6 +26,8 @@ class Sequence:
     token_ids: list[int]
     block_ids: list[int]
     num_computed: int = 0
+    num_ahead: int = 0
+    num_drawing: int = 0
     salt: bytes = b""
     alone: bool = False
     cached_tokens: int = 0
@@ -37,10 +40,22 @@ class Sequence:
     def num_output_tokens(self) -> int:
         return len(self.token_ids) - self.num_prompt_tokens
 
+    @property
+    def next_position(self) -> int:
+        """Of the first token that no step has begun to compute."""
+        return self.num_computed + self.num_ahead
+
+    @property
+    def num_remaining(self) -> int:
+        """Tokens to compute before the next can be drawn."""
+        return len(self.token_ids) + self.num_drawing - self.next_position
+
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Compute token_ids[start : start + count] of a sequence; sample: draw the next token from the last of them."""
+    """Compute token_ids[start : start + count] of a sequence; sample: draw the next token from the last of them.
+
+    Where the step before draws the last of these tokens, and has not ended, it is not in token_ids yet."""
 
     seq: Sequence
     start: int

@@ -36,25 +36,21 @@ def compose(
     that rises by one a step. Empty only if ready is."""
     mates = _mates(ready, turn)
     num_decoding = min(budget.max_num_seqs, budget.max_num_batched_tokens)
-    chunks = [Chunk(s, s.num_computed, 1, True) for s in mates if _num_remaining(s) == 1][:num_decoding]
+    chunks = [Chunk(s, s.next_position, 1, True) for s in mates if s.num_remaining == 1][:num_decoding]
     num_tokens = budget.max_num_batched_tokens - len(chunks)
     if chunks:
         num_tokens = min(num_tokens, max_prefill_tokens)
     for seq in mates:
         if num_tokens <= 0 or len(chunks) >= budget.max_num_seqs:
             break
-        remaining = _num_remaining(seq)
+        remaining = seq.num_remaining
         if remaining == 1:
             continue
-        room = len(seq.block_ids) * block_size - seq.num_computed
+        room = len(seq.block_ids) * block_size - seq.next_position
         count = min(remaining, room, budget.prefill_chunk, num_tokens)
-        chunks.append(Chunk(seq, seq.num_computed, count, count == remaining))
+        chunks.append(Chunk(seq, seq.next_position, count, count == remaining))
         num_tokens -= count
     return chunks
-
-
-def _num_remaining(seq: Sequence) -> int:
-    return len(seq.token_ids) - seq.num_computed
 
 
 def _mates(ready: Seq[Sequence], turn: int) -> Seq[Sequence]:

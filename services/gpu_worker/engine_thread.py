@@ -1,16 +1,21 @@
-"""The engine's own thread: takes plan changes, composes a step, runs it, hands its results to the running set.
+"""The engine's own thread: takes plan changes, begins steps, hands their results to the running set.
 
 Owns the lock around the running set and when the engine runs; decides nothing about sequences. Queued changes are
-applied between steps, in order, never to a step already prepared. With nothing to do the thread sleeps on a condition.
-`step_once` is one round, so that tests can drive it without a thread.
+applied before a step begins, in order, never to one that has. An engine that can overlap has the next step before the
+present one has ended, so it never waits for what is done here: the next begins when the present one is nearly over,
+and while it computes, the present one's results are taken in. Steps run in the order in which they begin, so a block
+that a change gives to another sequence is written by its old holder before, and never after. With nothing to do the
+thread sleeps on a condition. `step_once` is one round, so that tests can drive it without a thread.
 
-A step that fails changes nothing: what it has written lies in blocks that are not sealed, so it is run again in parts.
-A sequence that fails alone ends, if the engine can still compute something else; if not, the engine is to blame. Where
-memory has run out, parts are made until one fits, and later steps are no larger.
+A step that fails changes nothing: what it has written lies in blocks that are not sealed, so it is run again in parts,
+and the step that has begun after it is forgotten. A sequence that fails alone ends, if the engine can still compute
+something else; if not, the engine is to blame. Where memory has run out, parts are made until one fits, and later
+steps are no larger.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
@@ -26,6 +31,7 @@ from services.gpu_worker.probe import probe
 from services.gpu_worker.running_set import Change, RunningSet
 from services.gpu_worker.step_cost import StepCost
 from services.gpu_worker.step_limit import StepLimit
+from services.gpu_worker.steps import Step, starter
 
 log = logging.getLogger(__name__)
 
@@ -33,7 +39,15 @@ STOP_TIMEOUT_S = 2.0
 
 
 @dataclass(frozen=True, slots=True)
-class _Step:
+class _Begun:
+    chunks: Seq[Chunk]
+    step: Step
+    num_prefill: int
+    at: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Watch:
     places: tuple[Place, ...]
     hung_at: float
 
@@ -56,11 +70,14 @@ class EngineLoop:
         self.failure: WorkerFailure | None = None  # what ended the thread, if not `stop`
         self.lock = threading.Condition(threading.Lock())  # guards the running set and the queue
         self._engine = engine
+        self._start = starter(engine)
         self._max_step_s = max_step_s
         self._clock = clock
         self._on_step = on_step
         self._queue: deque[Change] = deque()
-        self._step: _Step | None = None  # the present one
+        self._in_flight: deque[_Begun] = deque()  # at most two, the older one first
+        self._watch: _Watch | None = None  # over the older one
+        self._ended_at = float("-inf")  # the last step
         self._stopping = False
         self._thread: threading.Thread | None = None
 
@@ -71,11 +88,11 @@ class EngineLoop:
 
     @property
     def has_changes(self) -> bool:
-        """Are there some that wait for the present step to end? Under the lock."""
+        """Are there some that wait for the next step to begin? Under the lock."""
         return bool(self._queue)
 
     def reset(self) -> None:
-        """A new life. Blocks that a step in progress still writes are handed out by no change before it has ended."""
+        """A new life. What a step in flight still writes, it writes before any step that is yet to begin."""
         with self.lock:
             self._queue.clear()
             self.running.reset()
@@ -83,35 +100,57 @@ class EngineLoop:
     # --- one round ---------------------------------------------------------------------------------------------------
 
     def step_once(self) -> bool:
-        """Applies what is queued and runs one step; False if there was neither."""
+        """Applies what is queued, begins a step and ends the one before; False if there was nothing to do."""
+        num_before = len(self._in_flight)
+        if num_before:
+            self._in_flight[0].step.wait_until_late()
         with self.lock:
             changed = bool(self._queue)
             while self._queue:
                 self.running.apply(self._queue.popleft())
             chunks = self.running.prepare(self.cost.max_prefill_tokens(self._max_step_s), self.limit.num_tokens)
         if chunks:
-            self._compute(chunks)
-        return changed or bool(chunks)
+            self._begin(chunks)
+        num_left = 1 if chunks and self._in_flight[-1].step.may_be_followed else 0
+        while len(self._in_flight) > num_left:
+            self._end()
+        return changed or num_before > 0 or bool(chunks)
 
-    def _compute(self, chunks: Seq[Chunk]) -> None:
-        """One step; WorkerFailure if the process must be replaced. What failed is not held on to while its parts run:
-        its traceback keeps tensors alive."""
-        ran_out = self._try(chunks)
+    def _begin(self, chunks: Seq[Chunk]) -> None:
+        step = self._start(chunks)
+        num_prefill = sum(c.count for c in chunks if c.count > 1 or not c.sample)
+        self._in_flight.append(_Begun(chunks, step, num_prefill, self._clock()))
+        if len(self._in_flight) == 1:
+            self._watch_oldest()
+
+    def _end(self) -> None:
+        """The oldest step; WorkerFailure if the process must be replaced. What failed is not held on to while its parts
+        run: its traceback keeps tensors alive."""
+        chunks = self._in_flight[0].chunks
+        ran_out = self._take_results()
+        self._watch_oldest()
         if ran_out is None:
             return
-        if ran_out:
+        while self._in_flight:  # began with what this one should have drawn
+            self._drop()
+        with self.lock:
+            self.running.recall()
+            left = [c for c in chunks if self.running.sequences.get(c.seq.sid) is c.seq]
+        if len(left) < len(chunks):  # perhaps without the one that it failed of
+            self._compute(left)
+        elif ran_out:
             self._shrink(chunks)
         elif len(chunks) > 1:
             self._halve(chunks)
         else:
             self._blame(chunks[0])
 
-    def _try(self, chunks: Seq[Chunk]) -> bool | None:
-        """None if the step went well; else whether memory ran out."""
-        num_prefill = sum(c.count for c in chunks if c.count > 1 or not c.sample)
-        started = self._begin(chunks, num_prefill)
+    def _take_results(self) -> bool | None:
+        """Of the oldest step; None if it went well, else whether memory ran out."""
+        begun = self._in_flight[0]
+        chunks = begun.chunks
         try:
-            sampled = self._engine.step(chunks)
+            sampled = begun.step.results()
             _check(chunks, sampled)
         except MemoryError as e:
             log.warning("memory has run out in a step of %d sequences: %s", len(chunks), e)
@@ -120,25 +159,52 @@ class EngineLoop:
             log.warning("a step of %d sequences failed", len(chunks), exc_info=len(chunks) == 1)
             return False
         finally:
-            self._step = None
-            self.num_steps += 1
-        seconds = self._clock() - started
+            seconds = self._ended()
         num_drawn = sum(t is not None for t in sampled)
-        self.cost.observe(sum(c.count == 1 and c.sample for c in chunks), num_prefill, num_drawn, seconds)
+        self.cost.observe(sum(c.count == 1 and c.sample for c in chunks), begun.num_prefill, num_drawn, seconds)
         self.limit.went_well()
         with self.lock:
             self.running.advance(chunks, sampled)
             self.num_drawn += num_drawn
-            self.num_prefilled += num_prefill
+            self.num_prefilled += begun.num_prefill
         self._on_step(seconds)
         return None
 
-    def _begin(self, chunks: Seq[Chunk], num_prefill: int) -> float:
-        started = self._clock()
-        places = tuple((c.seq.sid, c.seq.epoch) for c in chunks)
+    def _ended(self) -> float:
+        """The oldest step has, well or not; how long it took after it could start."""
+        begun, now = self._in_flight.popleft(), self._clock()
+        seconds = now - max(begun.at, self._ended_at)
+        self._ended_at = now
+        self._watch = None
+        self.num_steps += 1
+        return seconds
+
+    def _drop(self) -> None:
+        """The oldest step, whatever comes of it."""
+        with contextlib.suppress(Exception):
+            self._in_flight[0].step.results()
+        self._ended()
+        self._watch_oldest()
+
+    def _watch_oldest(self) -> None:
+        """From now on: the one before has ended."""
+        if self._in_flight:
+            self._watch_over(self._in_flight[0].chunks, self._in_flight[0].num_prefill)
+
+    def _watch_over(self, chunks: Seq[Chunk], num_prefill: int) -> None:
         self.hang_s = self.cost.hang_s(num_prefill)
-        self._step = _Step(places, started + self.hang_s)
-        return started
+        self._watch = _Watch(tuple(map(_place, chunks)), self._clock() + self.hang_s)
+
+    # --- what failed -------------------------------------------------------------------------------------------------
+
+    def _compute(self, chunks: Seq[Chunk]) -> None:
+        """A part of a step that failed."""
+        if not chunks:
+            return
+        with self.lock:
+            self.running.begin(chunks)
+        self._begin(chunks)
+        self._end()
 
     def _halve(self, chunks: Seq[Chunk]) -> None:
         middle = len(chunks) // 2
@@ -158,13 +224,13 @@ class EngineLoop:
 
     def _blame(self, chunk: Chunk) -> None:
         """The sequence, if the engine computes something else into its block, which is given up with it."""
-        self._begin([chunk], 0)
+        self._watch_over([chunk], 0)
         try:
             probe(self._engine, chunk.seq.block_ids[chunk.start // self.running.info.block_size])
         except Exception as e:
             raise EngineBroken("the engine cannot compute anything any more", [_place(chunk)]) from e
         finally:
-            self._step = None
+            self._watch = None
         log.error("the engine failed on %s alone", chunk.seq.sid)
         with self.lock:
             self.running.fail(chunk.seq)
@@ -174,8 +240,8 @@ class EngineLoop:
     @property
     def hung(self) -> tuple[Place, ...]:
         """Who is in the present step, if it has taken longer than any step should."""
-        step = self._step
-        return step.places if step is not None and self._clock() > step.hung_at else ()
+        watch = self._watch
+        return watch.places if watch is not None and self._clock() > watch.hung_at else ()
 
     def start(self, on_progress: Callable[[], None]) -> None:
         """on_progress is called in the thread after every round that changed something, and when the thread dies."""
@@ -183,7 +249,7 @@ class EngineLoop:
         self._thread.start()
 
     def stop(self) -> None:
-        """Ends the thread after its step; returns after STOP_TIMEOUT_S if that never ends."""
+        """Ends the thread after the steps that have begun; returns after STOP_TIMEOUT_S if that never ends."""
         with self.lock:
             self._stopping = True
             self.lock.notify()
@@ -199,6 +265,9 @@ class EngineLoop:
                 with self.lock:
                     if not self._queue and not self._stopping:
                         self.lock.wait()
+            while self._in_flight:
+                self._end()
+            on_progress()
         except WorkerFailure as e:
             log.error("the engine stops", exc_info=e.__cause__)
             self.failure = e

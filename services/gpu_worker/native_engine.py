@@ -1,4 +1,4 @@
-"""The engine on native ops: a step's chunks in, sampled tokens out. Synchronous, in whatever thread calls it.
+"""The engine on native ops: a step's chunks in, sampled tokens out. Steps run on a thread of the native code.
 
 Like `engine.TorchEngine` in everything but speed and rounding: products take activations of 8 bits (see
 `kernels.matmul_a8`), the KV cache is float16. P2 holds because every op's rows are independent, by construction.
@@ -10,7 +10,6 @@ from collections.abc import Sequence as Seq
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import torch
 
 from kernels.native.library import NativeLibrary
@@ -19,8 +18,8 @@ from services.gpu_worker.batch import Chunk, EngineInfo, SampledToken
 from services.gpu_worker.engine import USEFUL_CONTEXTS, context_length, draw_of, memory_errors
 from services.gpu_worker.kv_pool import num_blocks_for
 from services.gpu_worker.model.config import ConfigError
-from services.gpu_worker.model.native_decoder import LAYOUT, NativeDecoder, block_bytes
-from services.gpu_worker.native_inputs import build_native_inputs
+from services.gpu_worker.model.native_decoder import LAYOUT, NativeDecoder, NativeRun, block_bytes
+from services.gpu_worker.native_inputs import NativeInputs, build_native_inputs
 from services.gpu_worker.sampler import sample
 from services.gpu_worker.step_inputs import SequenceError
 from services.gpu_worker.variant import native_variant
@@ -30,6 +29,36 @@ from services.gpu_worker.weights.native_loader import load_native_weights, retur
 BLOCK_SIZES = (1, 2, 4, 8, 16, 32, 48, 64, 128, 256)
 
 
+class NativeStep:
+    def __init__(self, decoder: NativeDecoder, chunks: Seq[Chunk], inputs: NativeInputs, run: NativeRun) -> None:
+        self.may_be_followed = not inputs.host_samples
+        self.samples = {id(chunks[i].seq): n for n, i in enumerate(inputs.sample_chunks)}
+        self._decoder = decoder
+        self._chunks = chunks  # also keeps the sequences, and so their ids
+        self._inputs = inputs
+        self.run = run
+
+    def wait_until_late(self) -> None:
+        self.run.wait_until_late()
+
+    def results(self) -> list[SampledToken | None]:
+        inputs, chunks = self._inputs, self._chunks
+        drawn = self.run.wait()
+        if -1 in drawn:
+            raise SequenceError(chunks[inputs.sample_chunks[drawn.index(-1)]].seq.sid, "its logits are not finite")
+        results: list[SampledToken | None] = [None] * len(chunks)
+        for i, token_id in zip(inputs.sample_chunks, drawn, strict=True):
+            results[i] = SampledToken(token_id)
+        if inputs.host_samples:
+            by_host = [inputs.sample_chunks[n] for n in inputs.host_samples]
+            with torch.inference_mode(), memory_errors():
+                logits = self.run.logits[inputs.host_samples]
+                tokens = sample(logits, [draw_of(chunks[i]) for i in by_host], self._decoder.native)
+            for i, token in zip(by_host, tokens, strict=True):
+                results[i] = token
+        return results
+
+
 class NativeEngine:
     """Build one with `load`. `step` may be repeated: after an exception nothing but unused KV slots has changed."""
 
@@ -37,6 +66,7 @@ class NativeEngine:
         self.info = info
         self.decoder = decoder
         self._geometry = geometry
+        self._before: NativeStep | None = None
 
     @classmethod
     def load(
@@ -81,26 +111,17 @@ class NativeEngine:
     def step(self, chunks: Seq[Chunk]) -> list[SampledToken | None]:
         """As `Engine.step`. SequenceError, before anything is computed, for a chunk that cannot be; and after, for a
         sequence whose logits are not finite. ValueError for parameters that `sampler.validate` refuses; MemoryError."""
-        results: list[SampledToken | None] = [None] * len(chunks)
-        if not chunks:
-            return results
-        inputs = build_native_inputs(chunks, self._geometry)
-        logits, best = self.decoder.forward(inputs)
-        if -1 in best:
-            chunk = chunks[inputs.sample_chunks[best.index(-1)]]
-            raise SequenceError(chunk.seq.sid, "its logits are not finite")
-        draws = [draw_of(chunks[i]) for i in inputs.sample_chunks]
-        if all(draw.is_plain for draw in draws):
-            tokens = [SampledToken(token_id) for token_id in best]
-        else:
-            with torch.inference_mode(), memory_errors():
-                tokens = sample(logits, draws, self.decoder.native)
-        for i, token in zip(inputs.sample_chunks, tokens, strict=True):
-            results[i] = token
-        return results
+        return self.begin(chunks).results() if chunks else []
+
+    def begin(self, chunks: Seq[Chunk]) -> NativeStep:
+        """As `OverlappingEngine.begin`."""
+        before = self._before
+        inputs = build_native_inputs(chunks, self._geometry, before.samples if before else None)
+        run = self.decoder.begin(inputs, before.run if before else None)
+        self._before = NativeStep(self.decoder, chunks, inputs, run)
+        return self._before
 
     def logits(self, chunk: Chunk, first: int) -> torch.Tensor:
         """Of the chunk's rows from `first` on, float32 [rows, vocab_size], until the next call; its KV is written."""
         inputs = build_native_inputs([chunk], self._geometry)
-        rows = np.arange(first, chunk.count, dtype=np.int32)
-        return self.decoder.forward(replace(inputs, sample_rows=rows))[0]
+        return self.decoder.forward(replace(inputs, sample_rows=list(range(first, chunk.count))))[0]

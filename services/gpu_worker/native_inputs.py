@@ -1,56 +1,72 @@
-"""A step as the flat arrays that the native decoder reads. *Pure.*"""
+"""A step as the flat lists that the native decoder is given. *Pure.*"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from typing import Any
 
-import numpy as np
-
+from kernels.philox import MASK
 from services.gpu_worker.attention_plan import Geometry
 from services.gpu_worker.batch import Chunk
+from services.gpu_worker.sampler import GREEDY_BELOW, needs_only_logits
 from services.gpu_worker.step_inputs import check_chunk
 
-Ints = np.ndarray[Any, np.dtype[np.int32]]
+Noise = tuple[float, int, int, int, int]  # temperature; seed, low and high half; position; choice
 
 
 @dataclass(frozen=True, slots=True)
 class NativeInputs:
     """N rows, the chunks' tokens one after the other."""
 
-    token_ids: Ints  # [N]
-    positions: Ints  # [N]
-    row_blocks: Ints  # [N]: the block that a row's K and V go to
-    spans: Ints  # [chunks, 4]: first row, rows, first position, place of its blocks in block_ids
-    block_ids: Ints
-    sample_rows: Ints  # [S]
-    sample_chunks: tuple[int, ...]  # number of the chunk of each sample row
+    token_ids: list[int]  # [N]; -1 - i: what sample i of the step before draws
+    positions: list[int]  # [N]
+    row_blocks: list[int]  # [N]: the block that a row's K and V go to
+    spans: list[int]  # [chunks x 4]: first row, rows, first position, place of its blocks in block_ids
+    block_ids: list[int]
+    sample_rows: list[int]  # [S]
+    noise: dict[int, Noise]  # of the sample rows that are not drawn by the largest logit
+    sample_chunks: list[int]  # number of the chunk of each sample row
+    host_samples: list[int]  # numbers of the sample rows whose token must be drawn from the logits, outside
 
 
-def build_native_inputs(chunks: Seq[Chunk], geometry: Geometry) -> NativeInputs:
-    """SequenceError for a chunk that lies outside the vocabulary, the context, its tokens or its blocks."""
+def build_native_inputs(
+    chunks: Seq[Chunk], geometry: Geometry, drawn_before: Mapping[int, int] | None = None
+) -> NativeInputs:
+    """SequenceError for a chunk that lies outside the vocabulary, the context, its tokens or its blocks.
+
+    drawn_before: of a step in flight, id() of each sequence that it draws for, and the number of its sample row."""
+    before = drawn_before or {}
     token_ids: list[int] = []
     positions: list[int] = []
     row_blocks: list[int] = []
-    spans: list[tuple[int, int, int, int]] = []
+    spans: list[int] = []
     block_ids: list[int] = []
+    sample_rows: list[int] = []
+    noise: dict[int, Noise] = {}
+    sample_chunks: list[int] = []
+    host_samples: list[int] = []
     size = geometry.block_size
-    for chunk in chunks:
-        check_chunk(chunk, geometry)
+    for number, chunk in enumerate(chunks):
+        sample = before.get(id(chunk.seq))
+        check_chunk(chunk, geometry, num_drawing=sample is not None)
         start, end, blocks = chunk.start, chunk.start + chunk.count, chunk.seq.block_ids
-        spans.append((len(token_ids), chunk.count, start, len(block_ids)))
+        spans += (len(token_ids), chunk.count, start, len(block_ids))
         token_ids += chunk.seq.token_ids[start:end]
+        if sample is not None and end > len(chunk.seq.token_ids):
+            token_ids.append(-1 - sample)
         positions += range(start, end)
         row_blocks += [blocks[position // size] for position in range(start, end)]
         block_ids += blocks[: -(-end // size)]
-    sampled = [i for i, chunk in enumerate(chunks) if chunk.sample]
-    sample_rows = [spans[i][0] + spans[i][1] - 1 for i in sampled]
+        if chunk.sample:
+            params, position = chunk.seq.params, end - chunk.seq.num_prompt_tokens
+            if not needs_only_logits(params, position):
+                host_samples.append(len(sample_rows))
+            elif params.temperature >= GREEDY_BELOW:
+                key = (params.seed & MASK, params.seed >> 32, position, chunk.seq.choice)
+                noise[len(sample_rows)] = (params.temperature, *key)
+            sample_chunks.append(number)
+            sample_rows.append(len(token_ids) - 1)
     return NativeInputs(
-        token_ids=_ints(token_ids), positions=_ints(positions), row_blocks=_ints(row_blocks), spans=_ints(spans),
-        block_ids=_ints(block_ids), sample_rows=_ints(sample_rows), sample_chunks=tuple(sampled),
-    )  # fmt: skip
-
-
-def _ints(values: Seq[int] | Seq[tuple[int, ...]]) -> Ints:
-    return np.array(values, dtype=np.int32)
+        token_ids, positions, row_blocks, spans, block_ids, sample_rows, noise, sample_chunks, host_samples
+    )

@@ -26,6 +26,7 @@ from services.gpu_worker.admission import (
     NotRunnable,
     Validate,
     finish_reason,
+    is_full,
     sequence_of,
     whats_wrong,
     why_refused,
@@ -231,10 +232,13 @@ class RunningSet:
     # --- steps -------------------------------------------------------------------------------------------------------
 
     def prepare(self, max_prefill_tokens: int, max_num_tokens: int = NO_LIMIT) -> list[Chunk]:
-        """The next step, of at most max_num_tokens; takes spare blocks for sequences that need one. Empty: nobody can
-        go on."""
-        ready = [seq for seq in self.sequences.values() if self._has_slot(seq)]
-        starved = frozenset(self.sequences).difference(seq.sid for seq in ready)
+        """Begins the next step, of at most max_num_tokens; takes spare blocks for sequences that need one. Empty:
+        nobody can go on. With a step in flight it is the one after that, also for a sequence that may turn out to
+        have ended there: its row is computed in vain, in a slot of its own."""
+        most = self.info.max_num_tokens
+        open_ones = [seq for seq in self.sequences.values() if not is_full(seq, most, seq.num_drawing)]
+        ready = [seq for seq in open_ones if self._has_slot(seq)]
+        starved = frozenset(seq.sid for seq in open_ones).difference(seq.sid for seq in ready)
         if starved != self.starved:
             self.starved = starved
             self.outbox.touch()
@@ -244,13 +248,26 @@ class RunningSet:
         budget = self.budget
         if max_num_tokens < budget.max_num_batched_tokens:
             budget = replace(budget, max_num_batched_tokens=max_num_tokens)
-        return compose(
+        chunks = compose(
             ready, budget, block_size=self.info.block_size, max_prefill_tokens=max_prefill_tokens, turn=self._turn
         )
+        self.begin(chunks)
+        return chunks
+
+    def begin(self, chunks: Seq[Chunk]) -> None:
+        """These are being computed from now on. Only to repeat them after `recall`: `prepare` does it by itself."""
+        for chunk in chunks:
+            chunk.seq.num_ahead += chunk.count
+            chunk.seq.num_drawing += chunk.sample
+
+    def recall(self) -> None:
+        """Nothing of the steps in flight counts."""
+        for seq in self.sequences.values():
+            seq.num_ahead = seq.num_drawing = 0
 
     def _has_slot(self, seq: Sequence) -> bool:
         """For its next token to compute; takes a spare block where its own are full."""
-        if seq.num_computed < len(seq.block_ids) * self.info.block_size:
+        if seq.next_position < len(seq.block_ids) * self.info.block_size:
             return True
         block_id = self.blocks.take_spare()
         if block_id is None:
@@ -264,13 +281,15 @@ class RunningSet:
         return True
 
     def advance(self, chunks: Seq[Chunk], sampled: Seq[SampledToken | None]) -> None:
-        """What a finished step has computed and drawn; sequences that have left meanwhile are passed over."""
+        """What the oldest step in flight has computed and drawn; sequences that have left are passed over."""
         for chunk, token in zip(chunks, sampled, strict=True):
             seq = chunk.seq
             if self.sequences.get(seq.sid) is not seq:
                 continue
             assert seq.num_computed == chunk.start, (seq.sid, seq.num_computed, chunk.start)
-            seq.num_computed = chunk.start + chunk.count
+            seq.num_computed += chunk.count
+            seq.num_ahead -= chunk.count
+            seq.num_drawing -= chunk.sample
             if self._seals_blocks:
                 self._seal(seq)
             if token is None:

@@ -50,17 +50,22 @@ class Draw:
     @property
     def is_plain(self) -> bool:
         """The token is the argmax of the logits as they are, and nobody asks for log-probabilities."""
-        return self.is_greedy and self.params.logprobs is None and not self._changes_logits
+        return self.is_greedy and self.params.logprobs is None and not changes_logits(self.params, self.position)
 
-    @property
-    def _changes_logits(self) -> bool:
-        p = self.params
-        return bool(
-            p.logit_bias
-            or (p.stop_token_ids and self.position < p.min_tokens)
-            or p.repetition_penalty != 1.0
-            or (self.position and (p.frequency_penalty or p.presence_penalty))
-        )
+
+def changes_logits(params: SamplingParams, position: int) -> bool:
+    return bool(
+        params.logit_bias
+        or (params.stop_token_ids and position < params.min_tokens)
+        or params.repetition_penalty != 1.0
+        or (position and (params.frequency_penalty or params.presence_penalty))
+    )
+
+
+def needs_only_logits(params: SamplingParams, position: int) -> bool:
+    """The token is the argmax of the logits, or of the logits over the temperature plus noise, and nothing more."""
+    filtered = params.temperature >= GREEDY_BELOW and (params.top_k > 0 or params.top_p < 1.0 or params.min_p > 0.0)
+    return params.logprobs is None and not filtered and not changes_logits(params, position)
 
 
 def validate(params: SamplingParams, vocab_size: int) -> str | None:
@@ -96,7 +101,7 @@ def sample(logits: torch.Tensor, draws: Seq[Draw], native: NativeOps | None = No
 def apply_controls(row: torch.Tensor, draw: Draw) -> torch.Tensor:
     """The logits after bias, bans and penalties; the row itself where nothing changes."""
     params = draw.params
-    if not draw._changes_logits:
+    if not changes_logits(params, draw.position):
         return row
     row = row.clone()
     if params.logit_bias:

@@ -75,9 +75,10 @@ def _padded(parts: list[Index], num_rows: int) -> torch.Tensor:
     return torch.from_numpy(np.concatenate([*parts, padding]))
 
 
-def check_chunk(chunk: Chunk, geometry: Geometry) -> None:
+def check_chunk(chunk: Chunk, geometry: Geometry, num_drawing: int = 0) -> None:
+    """num_drawing: of its tokens, how many the step before is about to draw."""
     seq, end = chunk.seq, chunk.start + chunk.count
-    if chunk.count < 1 or chunk.start < 0 or end > len(seq.token_ids):
+    if chunk.count < 1 or chunk.start < 0 or end > len(seq.token_ids) + num_drawing:
         raise SequenceError(seq.sid, f"tokens {chunk.start} to {end} of {len(seq.token_ids)}")
     if end > geometry.max_model_len:
         raise SequenceError(seq.sid, f"{end} tokens are more than the context of {geometry.max_model_len}")
@@ -87,7 +88,7 @@ def check_chunk(chunk: Chunk, geometry: Geometry) -> None:
     if min(block_ids) < 0 or max(block_ids) >= geometry.num_blocks:
         raise SequenceError(seq.sid, f"a block id is outside the pool of {geometry.num_blocks}")
     ids = seq.token_ids[chunk.start : end]
-    if min(ids) < 0 or max(ids) >= geometry.vocab_size:
+    if ids and (min(ids) < 0 or max(ids) >= geometry.vocab_size):
         raise SequenceError(seq.sid, f"a token id is outside the vocabulary of {geometry.vocab_size}")
 
 

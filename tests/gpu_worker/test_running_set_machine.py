@@ -6,13 +6,14 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from services.gpu_worker.batch import Sequence
+from services.gpu_worker.batch import Chunk, Sequence
 from shared import scripted_vocab as vocab
 from shared.block_keys import chain, root_key
 from shared.scripts import CommitCode
 from shared.wire import pack_ids
 from shared.worker_protocol import Cancel, Extend, Preempt, Reclaim, Remap
-from tests.gpu_worker.builders import BLOCK_SIZE, SALT, admit, apply, make_engine, make_running, step
+from tests.gpu_worker.builders import BLOCK_SIZE, SALT, admit, apply, make_engine, make_running
+from tests.gpu_worker.overlapping_engine import OverlappingScripted, OverlappingStep
 
 NUM_BLOCKS = 12
 PROMPTS = [b"abcdefghij", b"abcdefghXY", b"abcdZ", b"qqqqqqqqqqqqq"]
@@ -27,7 +28,8 @@ class RunningSetMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.running = make_running(NUM_BLOCKS, max_model_len=40)
-        self.engine = make_engine(self.running)
+        self.engine = OverlappingScripted(make_engine(self.running))
+        self.in_flight: list[tuple[list[Chunk], OverlappingStep]] = []
         self.epoch = 0
         self.seen: dict[tuple[str, int], Sequence] = {}
 
@@ -74,8 +76,26 @@ class RunningSetMachine(RuleBasedStateMachine):
         return seq.epoch if seq is not None else 0
 
     @rule()
-    def step(self) -> None:
-        step(self.running, self.engine)  # raises KVCorruption if a block table is wrong
+    def begin_step(self) -> None:
+        chunks = self.running.prepare(max_prefill_tokens=64)
+        if chunks:
+            self.in_flight.append((chunks, self.engine.begin(chunks)))
+        if len(self.in_flight) > 1:
+            self.end_step()
+
+    @rule()
+    def end_step(self) -> None:
+        if self.in_flight:
+            chunks, step = self.in_flight.pop(0)
+            self.running.advance(chunks, step.results())  # raises KVCorruption if a block table is wrong
+
+    @rule()
+    def fail_step(self) -> None:
+        """What is in flight is forgotten, and computed again."""
+        for _, step in self.in_flight:
+            step.results()
+        self.in_flight.clear()
+        self.running.recall()
 
     @rule(codes=st.lists(st.sampled_from([CommitCode.APPENDED, CommitCode.STALE, CommitCode.DONE]), min_size=3))
     def commit(self, codes: list[CommitCode]) -> None:

@@ -173,11 +173,12 @@ static struct model model_of(int heads, int kv_heads, int dim, int block_size, i
     return m;
 }
 
-/* A prompt, then single rows and short chunks of two sequences. */
+/* A prompt, then single rows and short chunks of two sequences, of which one is drawn with noise. */
 static void decoder(const char *name, int prompt, struct model m) {
-    void *(*new)(const struct model *, struct pool *) = function("headrace_decoder_new");
-    int (*run)(void *, const struct step *) = function("headrace_decoder_step");
-    void (*end)(void *) = function("headrace_decoder_free");
+    void *(*new)(const struct model *, struct pool *) = function("headrace_runner_new");
+    int64_t (*submit)(void *, const struct step *) = function("headrace_runner_submit");
+    int (*wait)(void *, int64_t) = function("headrace_runner_wait");
+    void (*end)(void *) = function("headrace_runner_free");
     void *d = new(&m, pool);
     int size = m.block_size, num_blocks = (prompt + 6) / size + 1;
     struct span steps[3][2] = {{{0, prompt, 0, 0}, {prompt, 3, 0, num_blocks}},
@@ -194,14 +195,15 @@ static void decoder(const char *name, int prompt, struct model m) {
                 tokens[step.num_rows] = (int32_t)(next() % VOCAB);
                 blocks[step.num_rows] = tables[steps[i][s].first_block + position / size];
             }
-        int32_t samples[2] = {steps[i][1].first_row - 1, step.num_rows - 1}, best[2];
-        step.sample_rows = samples, step.best = best;
-        if (run(d, &step)) exit(1);
+        int32_t samples[2] = {steps[i][1].first_row - 1, step.num_rows - 1}, drawn[2];
+        struct draw how[2] = {{0}, {0.8f, {7, 9, (uint32_t)i, 0}}};
+        step.sample_rows = samples, step.draws = how, step.drawn = drawn;
+        if (wait(d, submit(d, &step))) exit(1);
         char label[64];
         snprintf(label, sizeof label, "%s.step%d.logits", name, i);
         put(label, logits, 2 * VOCAB * 4);
-        snprintf(label, sizeof label, "%s.step%d.best", name, i);
-        put(label, best, sizeof best);
+        snprintf(label, sizeof label, "%s.step%d.drawn", name, i);
+        put(label, drawn, sizeof drawn);
     }
     end(d);
 }

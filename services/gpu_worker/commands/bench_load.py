@@ -17,8 +17,8 @@ from services.gpu_worker.admission import Admission
 from services.gpu_worker.batch import Engine
 from services.gpu_worker.commits import Commit
 from services.gpu_worker.composer import Budget
+from services.gpu_worker.engine_thread import EngineLoop
 from services.gpu_worker.running_set import Change, RunningSet
-from services.gpu_worker.step_cost import StepCost
 from shared.protocol import SamplingParams
 from shared.scripts import CommitCode
 from shared.wire import sequence_id
@@ -70,9 +70,8 @@ class EngineBench:
     ) -> None:
         self._engine = engine
         self._clock = clock
-        self._max_step_s = max_step_s
-        self._cost = StepCost()
         self._running = RunningSet(engine.info, budget, lambda params, vocab_size: None, enable_prefix_caching=False)
+        self._loop = EngineLoop(engine, self._running, max_step_s=max_step_s)
         self._running.apply(Change("run", TERM, TakeOver(term=TERM, inbox="")))
         self._running.questions.clear()
         self._free = list(range(engine.info.num_blocks))
@@ -84,7 +83,7 @@ class EngineBench:
     def run(self, todo: Sequence[Request], concurrency: int, policy: str) -> Result:
         """The whole load under a policy; rates count wanted tokens only."""
         result = Result()
-        begin = self._clock()
+        begin, num_steps = self._clock(), self._loop.num_steps
         if policy == "continuous":
             self._run_together(list(todo), concurrency, result)
         else:
@@ -94,6 +93,7 @@ class EngineBench:
                 run_to = longest if policy == "fixed" else None
                 self._run_together(batch, concurrency, result, run_to)
         result.wall_s = self._clock() - begin
+        result.num_steps = self._loop.num_steps - num_steps
         return result
 
     def _run_together(
@@ -122,18 +122,12 @@ class EngineBench:
         result.num_prompt_tokens += len(request.prompt_ids)
 
     def _step(self, result: Result) -> None:
-        chunks = self._running.prepare(self._cost.max_prefill_tokens(self._max_step_s))
-        started = self._clock()
-        sampled = self._engine.step(chunks)
+        before = [(seq, seq.num_output_tokens) for seq in self._running.sequences.values()]
+        self._loop.step_once()
         now = self._clock()
-        num_prefill = sum(c.count for c in chunks if c.count > 1)
-        num_drawn = sum(t is not None for t in sampled)
-        self._cost.observe(sum(c.count == 1 for c in chunks), num_prefill, num_drawn, now - started)
-        self._running.advance(chunks, sampled)
-        result.num_steps += 1
-        for chunk, token in zip(chunks, sampled, strict=True):
-            if token is not None:
-                self._drew(chunk.seq.sid, chunk.seq.num_output_tokens, now, result)
+        for seq, num_tokens in before:
+            if seq.num_output_tokens > num_tokens:
+                self._drew(seq.sid, seq.num_output_tokens, now, result)
         self._settle()
 
     def _drew(self, sid: str, num_output_tokens: int, now: float, result: Result) -> None:

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 import math
+from array import array
+from collections import deque
+from ctypes import addressof, c_int32
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +16,7 @@ import torch
 
 from kernels.gumbel_argmax import NativeOps
 from kernels.native.library import NativeLibrary, Pool
-from kernels.native.structs import Layer, Linear, Matrix, Model, Step, address
+from kernels.native.structs import Draw, Layer, Linear, Matrix, Model, NoiseKey, Step, address
 from services.gpu_worker.model.config import ModelConfig
 from services.gpu_worker.model.decoder import rope_tables
 from services.gpu_worker.native_inputs import NativeInputs
@@ -36,6 +40,31 @@ def block_bytes(config: ModelConfig, block_size: int) -> int:
     return config.num_layers * block_size * slot * KV_BYTES
 
 
+class NativeRun:
+    """A step that the runner has, with the memory that it reads and writes."""
+
+    def __init__(self, library: NativeLibrary, runner: Any, step: Step, kept: tuple[Any, ...], logits: torch.Tensor,
+                 drawn: ctypes.Array[c_int32]) -> None:  # fmt: skip
+        self.logits = logits  # float32 [S, vocab_size]; a run that begins later overwrites them
+        self.drawn = drawn
+        self._library = library
+        self._runner = runner
+        self._step = step
+        self._kept = kept
+        self._number = library.runner_submit(runner, ctypes.byref(step))
+        if self._number < 0:
+            raise RuntimeError("two steps are under way already")
+
+    def wait_until_late(self) -> None:
+        self._library.runner_wait_until_late(self._runner, self._number)
+
+    def wait(self) -> list[int]:
+        """What is drawn for each sample row: -1 where a logit is not finite."""
+        if self._library.runner_wait(self._runner, self._number):
+            raise MemoryError(f"no memory for a step of {self._step.num_rows} tokens")
+        return list(self.drawn)
+
+
 class NativeDecoder:
     def __init__(
         self, config: ModelConfig, weights: NativeWeights, library: NativeLibrary, *, num_threads: int,
@@ -56,9 +85,9 @@ class NativeDecoder:
         )  # fmt: skip
         self._library = library
         self._pool: Pool | None = None
-        self._decoder: Any = None
+        self._runner: Any = None
+        self._runs: deque[NativeRun] = deque(maxlen=2)  # the runner may still have them, and what they point to
         self._logits = torch.empty(0, config.vocab_size)
-        self._best = np.empty(0, np.int32)
         self.set_num_threads(num_threads)
 
     @property
@@ -79,31 +108,46 @@ class NativeDecoder:
         """Not while a step runs."""
         self._close()
         self._pool = Pool(self._library, num_threads)
-        self._decoder = self._library.decoder_new(ctypes.byref(self._model), self._pool.pointer)
-        if not self._decoder:
+        self._runner = self._library.runner_new(ctypes.byref(self._model), self._pool.pointer)
+        if not self._runner:
             raise MemoryError("no memory for the decoder")
 
-    def forward(self, inputs: NativeInputs) -> tuple[torch.Tensor, list[int]]:
-        """Write the K and V of all rows to the caches; the logits of the sample rows, float32 [S, vocab_size], and the
-        first of the largest of each (-1 where a logit is not finite). The next call overwrites the logits."""
+    def begin(self, inputs: NativeInputs, after: NativeRun | None = None) -> NativeRun:
+        """Hands a step over: it writes the K and V of all rows to the caches, and draws. At most two at a time.
+
+        after: the one before, if it draws tokens that this one reads."""
         num_samples = len(inputs.sample_rows)
         if num_samples > len(self._logits):
             self._logits = torch.empty(num_samples, self._logits.shape[1])
-            self._best = np.empty(num_samples, np.int32)
-        step = Step(
-            len(inputs.token_ids), len(inputs.spans), num_samples, 0,
-            *(a.ctypes.data for a in (inputs.token_ids, inputs.positions, inputs.row_blocks, inputs.spans,
-                                      inputs.block_ids, inputs.sample_rows)),
-            self._logits.data_ptr(), self._best.ctypes.data,
+        parts = (
+            inputs.token_ids, inputs.positions, inputs.row_blocks, inputs.spans, inputs.block_ids, inputs.sample_rows,
         )  # fmt: skip
-        if self._library.decoder_step(self._decoder, ctypes.byref(step)):
-            raise MemoryError(f"no memory for a step of {len(inputs.token_ids)} tokens")
-        return self._logits[:num_samples], self._best[:num_samples].tolist()
+        drawn, draws = (c_int32 * num_samples)(), (Draw * num_samples)()
+        for sample, (temperature, *key) in inputs.noise.items():
+            draws[sample] = Draw(temperature, NoiseKey(*key))
+        ints = array("i", itertools.chain(*parts))
+        start = ints.buffer_info()[0]
+        ends = itertools.accumulate(map(len, parts), initial=0)
+        before = after.drawn if after else drawn
+        step = Step(
+            len(inputs.token_ids), len(inputs.spans) // 4, num_samples, 0,
+            *(start + ints.itemsize * end for end, _ in zip(ends, parts, strict=False)),
+            addressof(draws), addressof(before), self._logits.data_ptr(), addressof(drawn),
+        )  # fmt: skip
+        run = NativeRun(self._library, self._runner, step, (ints, draws, before), self._logits[:num_samples], drawn)
+        self._runs.append(run)
+        return run
+
+    def forward(self, inputs: NativeInputs) -> tuple[torch.Tensor, list[int]]:
+        """A whole step: its logits, and what is drawn from them."""
+        run = self.begin(inputs)
+        drawn = run.wait()
+        return run.logits, drawn
 
     def _close(self) -> None:
-        if self._decoder:
-            self._library.decoder_free(self._decoder)
-            self._decoder = None
+        if self._runner:
+            self._library.runner_free(self._runner)
+            self._runner = None
         if self._pool is not None:
             self._pool.close()
 
