@@ -105,15 +105,34 @@ async def redis_answers(
 ) -> bool:
     """Waits for it at a service's start; False if the service is stopped meanwhile. NoRedis after timeout_s, and
     UnfitRedis for a server that does not keep what is written (volatile: one may forget it in a restart)."""
-    waiting, stopping = asyncio.ensure_future(wait_for_redis(redis, timeout_s)), asyncio.ensure_future(stop.wait())
-    await asyncio.wait([waiting, stopping], return_when=asyncio.FIRST_COMPLETED)
-    if waiting.done():
-        stopping.cancel()
-        waiting.result()
+
+    async def ask() -> None:
+        await wait_for_redis(redis, timeout_s)
         await check_keeps(redis, volatile)
-        return True
-    await _cancel([waiting])
-    return False
+
+    return await once("start", ask, stop)
+
+
+async def once(name: str, step: Callable[[], Awaitable[Any]], stop: Stop) -> bool:
+    """A step of a service's start, repeated with jitter while Redis is away; False if the service is stopped meanwhile.
+    As in `forever`, the step must be repeatable."""
+
+    async def until_done() -> None:
+        async for _ in backoff():
+            try:
+                await step()
+                return
+            except LOST as e:
+                log.warning("%s: Redis is away (%s)", name, str(e) or type(e).__name__)
+
+    working, stopping = asyncio.ensure_future(until_done()), asyncio.ensure_future(stop.wait())
+    try:
+        await asyncio.wait([working, stopping], return_when=asyncio.FIRST_COMPLETED)
+        if working.done():
+            working.result()
+        return working.done()
+    finally:
+        await _cancel([working, stopping])
 
 
 async def farewell(last_calls: Awaitable[Any]) -> None:

@@ -20,7 +20,7 @@ from shared.bus import Entry, StreamReader
 from shared.leases import IDLE_LEASE_MS, IDLE_REFRESH_MS, Lapsed, Membership, StreamLost, new_incarnation
 from shared.protocol import Event, Member
 from shared.records import Records
-from shared.runtime import Stop, farewell, forever, run_until_stopped, wait_for_event
+from shared.runtime import Stop, farewell, forever, once, run_until_stopped, wait_for_event
 from shared.scripts import Scripts
 from shared.sharing import is_member_dead, share_leases
 from shared.wire import ProtocolError, decode, encode
@@ -54,7 +54,12 @@ class StoreService:
         return self.membership.incarnation
 
     async def start(self) -> None:
-        """Begins a new life with no pools; the old one stays what it is until its successor has joined."""
+        await self.begin_life()
+        await self.scan()
+
+    async def begin_life(self) -> None:
+        """With no pools; the old one stays what it is until its successor has joined. Nothing may fail once it has: a
+        repeat would be another incarnation."""
         incarnation = self._next_incarnation or new_incarnation("store")
         newest = await self.redis.xrevrange(self.scripts.key("events"), count=1)
         events = newest[0][0].decode() if newest else "0-0"
@@ -68,7 +73,6 @@ class StoreService:
         self._unsent: deque[tuple[str, list[bytes]]] = deque()  # answers, by the caller's stream
         self._answered: dict[str, str] = {}  # what is handled when they have been sent
         self._handled = dict(last)
-        await self.scan()
 
     def distrust_leases(self) -> None:
         self._trusted_from = self._clock() + IDLE_LEASE_MS / 1000
@@ -168,7 +172,9 @@ class StoreService:
         await metrics.publish(self._beat.redis, self.scripts.prefix, "store", self.incarnation, self.metrics.registry)
 
     async def run(self, stop: Stop) -> None:
-        await self.start()
+        if not await once("start", self.begin_life, stop):
+            return
+        self._scan_now.set()
         await run_until_stopped(
             [
                 forever("calls", lambda: self.read(2000), stop, self.distrust_leases),

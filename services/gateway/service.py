@@ -33,7 +33,7 @@ from services.gateway.tokenization import Tokenizer
 from shared import metrics
 from shared.bus import LOST
 from shared.records import Records
-from shared.runtime import Stop, forever, run_until_stopped
+from shared.runtime import Stop, forever, once, run_until_stopped
 from shared.scripts import KeyLimits, Scripts
 from shared.settings import CommonSettings, GatewaySettings, LimitSettings
 
@@ -72,16 +72,23 @@ class GatewayService:
         self.metrics = GatewayMetrics()
         self.intake = Intake(tokenizer, common.served_name, self.fleet, own.max_num_choices)
         self.guard = Guard(limits.send_timeout_s, max_connections(limits.max_connections))
+        self._secret = b""
         self._drawn_secret = b""
         self.listening = asyncio.Event()
         self.port = 0
 
     async def run(self, stop: Stop) -> None:
         """Serves until stop; CannotListen when the address is not to be had."""
-        secret = await self._secret()
+        try:
+            if await once("secret", self._learn_secret, stop):
+                await self._serve(stop)
+        finally:
+            await self.intake.close()
+
+    async def _serve(self, stop: Stop) -> None:
         state = GatewayState(
-            self._own, self._limits, self._common.served_name, secret, self.inflight, self.fleet, self.metrics,
-            RequestIds(secret), self.bodies,
+            self._own, self._limits, self._common.served_name, self._secret, self.inflight, self.fleet, self.metrics,
+            RequestIds(self._secret), self.bodies,
         )  # fmt: skip
         pages = PageRoutes(state, self.intake, self.render_metrics, int(time.time()))
         streams = StreamRoutes(state, self.intake.tokenizer)
@@ -89,16 +96,14 @@ class GatewayService:
         runner = Runner(self.app, self.guard, shutdown_timeout_s=HANDLER_END_S)
         await runner.setup()
         try:
-            await self.inflight.refresh()
-            await self.fleet.turn()
-            await self._listen(runner)
-            await self._serve(state, runner, stop)
+            if await once("join", self.inflight.refresh, stop) and await once("fleet", self.fleet.turn, stop):
+                await self._listen(runner)
+                await self._loop(state, runner, stop)
         finally:
             await runner.cleanup()
             await self._leave()
-            await self.intake.close()
 
-    async def _serve(self, state: GatewayState, runner: Runner, stop: Stop) -> None:
+    async def _loop(self, state: GatewayState, runner: Runner, stop: Stop) -> None:
         drained = Stop()
         await run_until_stopped(
             [
@@ -133,15 +138,15 @@ class GatewayService:
         except LOST as e:
             log.warning("Redis does not hear that this gateway leaves (%s); its lease will run out", e)
 
-    async def _secret(self) -> bytes:
+    async def _learn_secret(self) -> None:
         """The configured one; else one drawn once for all gateways of the model, so that they share cached prefixes."""
         if self._common.secret:
-            return self._common.secret.encode()
+            self._secret = self._common.secret.encode()
+            return
         await self._share_secret(secrets.token_bytes(32))
         secret = await self._redis.get(self._scripts.key("secret"))
         assert isinstance(secret, bytes)
-        self._drawn_secret = secret
-        return secret
+        self._secret = self._drawn_secret = secret
 
     async def _share_secret(self, secret: bytes) -> None:
         """Where there is none yet, or none any more."""

@@ -27,7 +27,7 @@ from shared.bus import StreamReader
 from shared.leases import IDLE_REFRESH_MS, Lapsed, Membership, StreamLost, new_incarnation
 from shared.protocol import Event, Member
 from shared.records import Records
-from shared.runtime import Stop, farewell, forever, run_until_stopped, wait_for_event
+from shared.runtime import Stop, farewell, forever, once, run_until_stopped, wait_for_event
 from shared.scripts import SCHEDULER_GROUP, Scripts
 from shared.wire import ProtocolError, decode
 
@@ -75,27 +75,32 @@ class SchedulerService:
         await self.scan()
 
     async def begin_life(self) -> None:
-        """Nothing of an old life is valid. To be repeated until it comes through; until then the old one is there."""
+        """Nothing of an old life is valid. To be repeated until it comes through; until then the old one is there.
+        Nothing may fail once it has joined: a repeat would be another incarnation."""
         incarnation = self._next_incarnation = self._next_incarnation or new_incarnation("scheduler")
         membership = Membership(self._beat, Member(kind="scheduler", incarnation=incarnation), [f"inbox:{incarnation}"])
         newest = await self.redis.xrevrange(self.scripts.key("events"), count=1)
         events = newest[0][0].decode() if newest else "0-0"
+        redis_time = await self._ask_redis_time()
         last = await membership.join()
         self._next_incarnation = ""
         self.membership = membership
         self.core = SchedulerCore(incarnation, self._prefix_caching, self._max_strikes)
+        if redis_time is not None:
+            self.core.set_redis_time(*redis_time)
         self._todo = deque()
         self.reader = StreamReader(self._blocking, self.scripts.prefix, last | {"events": events})
         self._handled = dict(last)
         self._claim_from = "0-0"
-        await self._hear_redis_time()
 
-    async def _hear_redis_time(self) -> None:
+    async def _ask_redis_time(self) -> tuple[float, float] | None:
+        """In milliseconds, and when that was by the own clock; None if the answer took too long."""
         asked_at = self._clock()
         seconds, micros = await self._beat.redis.time()
         heard_at = self._clock()
-        if heard_at - asked_at < PROMPT_S:
-            self.core.set_redis_time(seconds * 1000 + micros / 1000, (asked_at + heard_at) / 2)
+        if heard_at - asked_at >= PROMPT_S:
+            return None
+        return seconds * 1000 + micros / 1000, (asked_at + heard_at) / 2
 
     @property
     def incarnation(self) -> str:
@@ -112,7 +117,8 @@ class SchedulerService:
                 await self.scripts.gone("scheduler", self.incarnation)
                 await self.start()
                 return
-        await self._hear_redis_time()
+        if (redis_time := await self._ask_redis_time()) is not None:
+            self.core.set_redis_time(*redis_time)
         self.metrics.observe(self.core)
         self.metrics.observe_redis(await self._beat.redis.info("cpu"))
         await metrics.publish(
@@ -247,7 +253,9 @@ class SchedulerService:
     # --- the process -------------------------------------------------------------------------------------------------
 
     async def run(self, stop: Stop) -> None:
-        await self.start()
+        if not await once("start", self.begin_life, stop):
+            return
+        self._scan_now.set()
         await run_until_stopped(
             [
                 forever("queue", self._queue_loop, stop),
