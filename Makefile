@@ -11,7 +11,7 @@
 PYTHON ?= python3
 MODEL ?=
 ARGS ?=
-MINUTES ?= 20
+MINUTES ?= 30
 SEED ?= 1
 TORCH_INDEX_URL ?=
 IMAGE_PYTHON := 3.11
@@ -43,12 +43,12 @@ test-slow: $(VENV)/.dev ## run the tests that take long
 aot: $(VENV)/.dev ## compile the Triton kernels for every kind of GPU, without one (ARGS="--quick", ARGS=rms_norm)
 	$(BIN)/python -m kernels.aot $(ARGS)
 
-chaos: $(VENV)/.dev ## faults at random under load (MINUTES=20 SEED=1; a seed repeats its schedule)
+chaos: $(VENV)/.dev ## faults at random under load (MINUTES=30 SEED=1; a seed repeats its schedule)
 	$(BIN)/headrace fetch
 	$(BIN)/python -m tests.chaos --minutes $(MINUTES) --seed $(SEED) $(ARGS)
 
 soak: $(VENV)/.dev ## half an hour of mixed load (MINUTES=30), and what grows meanwhile
-	MINUTES=$(or $(MINUTES),30) $(BIN)/python -m tests.bench.soak
+	MINUTES=$(MINUTES) $(BIN)/python -m tests.bench.soak
 
 lint: $(VENV)/.dev ## check style and types
 	$(BIN)/ruff check

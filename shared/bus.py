@@ -11,7 +11,7 @@ import asyncio
 import logging
 import random
 import re
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,6 +35,7 @@ log = logging.getLogger(__name__)
 CONNECT_TIMEOUT_S = 5.0
 MAX_BLOCK_MS = 4000
 SOCKET_TIMEOUT_S = 10.0  # well above any blocking read: a network that swallows everything must not hang us for good
+PROMPT_S = 0.2  # an answer with the time that takes longer tells too little
 # redis-py makes a connection error of a wrong or missing password, and of a certificate: waiting does not help there
 _REFUSED = re.compile("invalid username-password|WRONGPASS|NOAUTH|Authentication required|CERTIFICATE_VERIFY_FAILED")
 LOST = (ConnectionError, TimeoutError, BusyLoadingError, OSError)
@@ -121,6 +122,16 @@ class StreamReader:
             if items:
                 self.last[stream] = items[-1][0].decode()
         return entries
+
+
+async def ask_time(redis: Redis, clock: Callable[[], float]) -> tuple[float, float] | None:
+    """Redis' time in milliseconds, and when it was that by the own clock; None if the answer took too long to tell."""
+    asked_at = clock()
+    seconds, micros = await redis.time()
+    heard_at = clock()
+    if heard_at - asked_at >= PROMPT_S:
+        return None
+    return seconds * 1000 + micros / 1000, (asked_at + heard_at) / 2
 
 
 async def backoff() -> AsyncIterator[None]:

@@ -23,7 +23,7 @@ from services.scheduler.fleet import Fleet
 from services.scheduler.metrics_defs import SchedulerMetrics
 from services.scheduler.sequence import Queued
 from shared import metrics
-from shared.bus import StreamReader
+from shared.bus import StreamReader, ask_time
 from shared.leases import IDLE_REFRESH_MS, Lapsed, Membership, StreamLost, new_incarnation
 from shared.protocol import Event, Member
 from shared.records import Records
@@ -35,7 +35,6 @@ log = logging.getLogger(__name__)
 
 CLAIM_IDLE_MS = 1000
 TICK_S = 0.2  # while there is work
-PROMPT_S = 0.2  # an answer with the time that takes longer tells too little
 IDLE_TICK_S = 1.0
 SILENT_TICK_S = 0.05  # while a worker says nothing: how late the end of its lease is noticed
 
@@ -81,7 +80,7 @@ class SchedulerService:
         membership = Membership(self._beat, Member(kind="scheduler", incarnation=incarnation), [f"inbox:{incarnation}"])
         newest = await self.redis.xrevrange(self.scripts.key("events"), count=1)
         events = newest[0][0].decode() if newest else "0-0"
-        redis_time = await self._ask_redis_time()
+        redis_time = await ask_time(self._beat.redis, self._clock)
         last = await membership.join()
         self._next_incarnation = ""
         self.membership = membership
@@ -92,15 +91,6 @@ class SchedulerService:
         self.reader = StreamReader(self._blocking, self.scripts.prefix, last | {"events": events})
         self._handled = dict(last)
         self._claim_from = "0-0"
-
-    async def _ask_redis_time(self) -> tuple[float, float] | None:
-        """In milliseconds, and when that was by the own clock; None if the answer took too long."""
-        asked_at = self._clock()
-        seconds, micros = await self._beat.redis.time()
-        heard_at = self._clock()
-        if heard_at - asked_at >= PROMPT_S:
-            return None
-        return seconds * 1000 + micros / 1000, (asked_at + heard_at) / 2
 
     @property
     def incarnation(self) -> str:
@@ -117,7 +107,7 @@ class SchedulerService:
                 await self.scripts.gone("scheduler", self.incarnation)
                 await self.start()
                 return
-        if (redis_time := await self._ask_redis_time()) is not None:
+        if (redis_time := await ask_time(self._beat.redis, self._clock)) is not None:
             self.core.set_redis_time(*redis_time)
         self.metrics.observe(self.core)
         self.metrics.observe_redis(await self._beat.redis.info("cpu"))

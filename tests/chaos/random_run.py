@@ -33,7 +33,8 @@ from tests.e2e.process import Process
 
 log = logging.getLogger(__name__)
 
-ANSWER_TIMEOUT_S = 60.0
+ANSWER_TIMEOUT_S = 60.0  # of the scripted engine, and as much more as faults come more slowly
+AGAIN_S = 0.5  # after a round in which nobody was answered: it is not the clients that are to be busy
 NAMES = ("load one", "load two")
 # what a fault makes a service say, and no failure: it names who is away, or why somebody ends
 ALLOWED = (
@@ -45,6 +46,7 @@ ENV: dict[str, object] = SLOW | {"max_strikes": 10, "drain_timeout_s": 5}  # man
 
 @dataclass
 class Report:
+    name: str
     seed: int
     seconds: float = 0.0
     faults: Counter[str] = field(default_factory=Counter)
@@ -52,8 +54,12 @@ class Report:
     longest_pause_s: float = 0.0
     redis_memory: checker.Growth = field(default_factory=checker.Growth)
 
+    @property
+    def num_faults(self) -> int:
+        return sum(self.faults.values())
+
     def lines(self) -> Iterator[str]:
-        yield f"seed {self.seed}: {sum(self.faults.values())} faults in {self.seconds:.0f} s"
+        yield f"{self.name}, seed {self.seed}: {self.num_faults} faults in {self.seconds:.0f} s"
         yield "faults: " + ", ".join(f"{number} {what}" for what, number in self.faults.most_common())
         yield "answers: " + ", ".join(f"{number} {what}" for what, number in self.answers.most_common())
         yield f"longest pause of a client that was answered whole: {self.longest_pause_s:.1f} s"
@@ -69,12 +75,18 @@ async def closing(client: Client) -> AsyncIterator[Client]:
 
 
 class RandomRun:
-    """num_tokens: of the answers. options: of the stack."""
+    """num_tokens: of the answers. pace: by how much longer the time between two faults is than the schedule says.
+    options: of the stack."""
 
-    def __init__(self, folder: Path, seed: int, *, num_tokens: int = 48, **options: Any) -> None:
-        self.report = Report(seed)
-        self._folder = folder
+    def __init__(
+        self, folder: Path, seed: int, *, num_tokens: int = 48, pace: float = 1.0, name: str = "scripted",
+        **options: Any,
+    ) -> None:  # fmt: skip
+        self.report = Report(name, seed)
+        self.folder = folder
         self._num_tokens = num_tokens
+        self._pace = pace
+        self._timeout_s = ANSWER_TIMEOUT_S * pace
         self._options: dict[str, Any] = {
             "gateways": 2,
             "schedulers": 2,
@@ -88,8 +100,8 @@ class RandomRun:
 
     async def run(self, seconds: float, most: int | None = None) -> Report:
         """Faults for so long, or so many; Violation if something is wrong."""
-        with OwnRedis(self._folder / "redis") as server:
-            stack = ChaosStack(server.url, self._folder / "stack", with_links=True, **self._options)
+        with OwnRedis(self.folder / "redis") as server:
+            stack = ChaosStack(server.url, self.folder / "stack", with_links=True, **self._options)
             stack.allowed += ALLOWED
             async with stack:
                 await self._run(stack, server, seconds, most)
@@ -111,7 +123,7 @@ class RandomRun:
             assert not stack.ended_unasked, stack.ended_unasked
 
     async def _undisturbed(self, stack: ChaosStack, name: str) -> list[Answer]:
-        async with closing(Client(stack.url_of(0), ANSWER_TIMEOUT_S)) as client:
+        async with closing(Client(stack.url_of(0), self._timeout_s)) as client:
             answers = await client.ask_all(mixed(name, self._num_tokens))
         for answer in answers:
             answer.check()
@@ -121,7 +133,7 @@ class RandomRun:
 
     async def _disturb(self, library: Faults, most: int | None) -> None:
         for number, fault in enumerate(islice(faults(self.report.seed), most)):
-            await asyncio.sleep(fault.gap_s)
+            await asyncio.sleep(self._pace * fault.gap_s)
             if time.monotonic() > self._end:
                 break
             log.info("%d: %s", number, fault)
@@ -160,12 +172,15 @@ class RandomRun:
                 await asyncio.sleep(0.05)  # it does not listen yet
                 continue
             name = rng.choice(NAMES)
-            async with closing(Client(f"http://127.0.0.1:{gateway.port}", ANSWER_TIMEOUT_S)) as client:
+            async with closing(Client(f"http://127.0.0.1:{gateway.port}", self._timeout_s)) as client:
                 requests = zip(mixed(name, self._num_tokens), undisturbed[name], strict=True)
                 asking = [self._judged(client, gateway, body, same, stack, place) for body, same in requests]
                 leaver = client.begin(mixed(name, 10 * self._num_tokens)[0])
                 asyncio.get_running_loop().call_later(rng.uniform(0, 1.0), leaver.cancel)
-                self.report.answers.update(await asyncio.gather(*asking))
+                verdicts = await asyncio.gather(*asking)
+            self.report.answers.update(verdicts)
+            if not any(verdict.startswith("whole") for verdict in verdicts):
+                await asyncio.sleep(AGAIN_S)
 
     async def _judged(
         self, client: Client, gateway: Process, body: Json, same: Answer, stack: ChaosStack, place: int
