@@ -40,7 +40,7 @@ class User:
 LIFE = ("join", "refresh", "gone")
 USERS = (
     User(
-        "gateway", (*LIFE, "admit", "attach", "cancel_if", "detach", "finish", "restore"),
+        "gateway", (*LIFE, "admit", "attach", "cancel_if", "detach", "finish", "free_key", "restore"),
         (*RECORDS, "info", "time", "xread", "xrevrange", "get", "set"),
         ("lease:*", "out:*", "metrics:*", "secret"),
     ),

@@ -224,6 +224,10 @@ class Scripts:
             args += [encode(chunk) for chunk in choice.chunks]
         return bool(await self._run("restore", *args))
 
+    async def free_key(self, repeat_key: str, rid: str) -> bool:
+        """A call that failed gives up the key by which others repeat it; False if another call has it by now."""
+        return bool(await self._run("free_key", repeat_key, rid))
+
     async def offer(self, sid: str, epoch: int, scheduler: str) -> str:
         """ok | stale (not queued at that epoch) | offered (was, in it) | gone (that scheduler reads no more)."""
         return str((await self._run("offer", sid, epoch, scheduler)).decode())

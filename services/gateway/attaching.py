@@ -20,7 +20,7 @@ from shared.bus import LOST, backoff
 from shared.protocol import Outcome
 from shared.records import Records, RequestRecord
 from shared.scripts import Attached, Scripts
-from shared.wire import sequence_id, split_sequence_id
+from shared.wire import decode_as, sequence_id, split_sequence_id
 
 log = logging.getLogger(__name__)
 
@@ -29,6 +29,10 @@ LEAVE_WAIT_MS = 10_000  # how long clients may take to come back to another gate
 READER_LOOK_S = 2.0  # between two looks whether another gateway lives that answers what is followed here
 MAX_ATTACHMENTS = 10_000  # of one request; each of them reads its log from the beginning
 CANCELLED = Outcome(reason="cancelled")
+
+
+# A repeated call is told these endings again: they lie in the request itself, or somebody wanted them.
+STAYING_CODES = ("context_length_exceeded", "poison_request", "cancelled")
 
 
 class TooManyAttachments(Exception):
@@ -61,6 +65,16 @@ class Attaching:
                 return []
             found.append(record)
         return found
+
+    async def give_way(self, rid: str, records: Sequence[RequestRecord], repeat_key: str) -> bool:
+        """Whether a repeat of this call is to be another try, since the call has failed; then its key is free."""
+        for number, record in enumerate(records):
+            for choice in range(record.spec.num_choices):
+                sequence = await in_time(self._records.sequence(sequence_id(prompt_rid(rid, number), choice)))
+                if sequence is not None and sequence.outcome and _has_failed(decode_as(Outcome, sequence.outcome)):
+                    await in_time(self._scripts.free_key(repeat_key, rid))
+                    return True
+        return False
 
     # --- attach --------------------------------------------------------------------------------------------------
 
@@ -234,3 +248,8 @@ class Attaching:
             record = await in_time(self._records.sequence(sid))
             if record is not None and record.state != "done":
                 await in_time(self._scripts.cancel_if([sid], record.attach, CANCELLED))
+
+
+def _has_failed(outcome: Outcome) -> bool:
+    """Without an answer, and through no fault of the request."""
+    return outcome.reason not in ("stop", "length") and (outcome.code or outcome.reason) not in STAYING_CODES

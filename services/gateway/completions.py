@@ -46,21 +46,24 @@ class CompletionRoutes:
             caller = await self._caller(http, body, request)
         del body  # as large as it may be, and the answer may take long
         limits = time_limits(self.state.settings, self.state.limits, http.headers, request.timeout)
-        generation = Generation(
-            self.state.inflight, self.state.metrics, self.intake.tokenizer, prompts, rid=http[RID], caller=caller,
-            time_limits=limits, started=started,
-        )  # fmt: skip
-        try:
-            return await answer.send(http, self.state, self.intake.tokenizer, generation, stream=request.stream)
-        except Repeated as e:
-            return await self.streams.join(http, e.rid, caller, prompts[0].text)
+        while True:
+            http[RID] = self.state.ids.new(caller.owner)
+            generation = Generation(
+                self.state.inflight, self.state.metrics, self.intake.tokenizer, prompts, rid=http[RID], caller=caller,
+                time_limits=limits, started=started,
+            )  # fmt: skip
+            try:
+                return await answer.send(http, self.state, self.intake.tokenizer, generation, stream=request.stream)
+            except Repeated as e:
+                response = await self.streams.join(http, e.rid, caller, prompts[0].text)
+            if response is not None:
+                return response
 
     async def _caller(
         self, http: web.Request, body: bytes, request: ChatCompletionRequest | CompletionRequest
     ) -> Caller:
-        """Who asks, and for how long and by whom else the answer may be taken up; names the call."""
+        """Who asks, and for how long and by whom else the answer may be taken up."""
         owner = http[OWNER]
-        http[RID] = self.state.ids.new(owner)
         key, repeat = resuming.idempotency_key(http.headers), NO_REPEAT
         if key is not None:
             repeat = Repeat(self.state.ids.repeat_key(owner, key), await self.intake.digest(http.path, body))

@@ -83,21 +83,16 @@ class Inflight:
     # --- going in ------------------------------------------------------------------------------------------------
 
     async def submit(
-        self, specs: Specs, owner: str, wake: asyncio.Event, *, resume_ms: int = 0,
-        repeat: Repeat = NO_REPEAT,
-    ) -> list[OpenRequest]:  # fmt: skip
+        self, specs: Specs, owner: str, wake: asyncio.Event, *, resume_ms: int = 0, repeat: Repeat = NO_REPEAT
+    ) -> list[OpenRequest]:
         """Admits the requests of a call, whose arrivals set `wake`: all, or none. TryLater when they are refused or
         Redis does not answer; Repeated when the call was there before.
 
         The caller owes each a `close` or `client_left`, unless this raises. A caller that is cancelled here owes none:
         the admission is awaited by a task of its own, since only its answer tells what there is to cancel.
         """
-        requests = [
-            OpenRequest(
-                spec.rid, spec.num_choices, self.incarnation, wake, resume_ms=resume_ms, shared=bool(repeat.key)
-            )
-            for spec, _ in specs
-        ]
+        options: dict[str, Any] = {"resume_ms": resume_ms, "shared": bool(repeat.key)}
+        requests = [OpenRequest(spec.rid, spec.num_choices, self.incarnation, wake, **options) for spec, _ in specs]
         try:
             await self._detached(self._admit(requests, specs, owner, repeat))
         except asyncio.CancelledError:
@@ -125,9 +120,15 @@ class Inflight:
         return request
 
     async def find(self, rid: str) -> list[RequestRecord]:
-        """See `Attaching.find`; TryLater when Redis does not answer."""
+        return await self._answered(self._attaching.find(rid))
+
+    async def give_way(self, rid: str, records: list[RequestRecord], repeat_key: str) -> bool:
+        return await self._answered(self._attaching.give_way(rid, records, repeat_key))
+
+    async def _answered(self, call: Coroutine[Any, Any, T]) -> T:
+        """TryLater when Redis does not answer."""
         try:
-            return await self._detached(self._attaching.find(rid))
+            return await self._detached(call)
         except LOST:
             raise unavailable("the queue does not answer", "queue_unreachable") from None
 

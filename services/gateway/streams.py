@@ -48,9 +48,9 @@ class StreamRoutes:
             await self.state.inflight.cancel(prompt_rid(self._rid(http), number), record.spec.num_choices)
         return json_response({"id": http[RID], "object": "stream", "cancelled": True})
 
-    async def join(self, http: web.Request, rid: str, caller: Caller, text: TextParams) -> web.StreamResponse:
+    async def join(self, http: web.Request, rid: str, caller: Caller, text: TextParams) -> web.StreamResponse | None:
         """Answers a call that repeats the call `rid`, as itself asks for it (`text`): the same, from the beginning or
-        from where its client is."""
+        from where its client is. None: that one has failed, and this one is to be another try."""
         http[RID] = rid
         records = [
             replace(record, spec=record.spec.model_copy(update={"text": _as_asked(record.spec.text, text)}))
@@ -61,9 +61,13 @@ class StreamRoutes:
         if records[0].body_digest != caller.repeat.body_digest:
             raise resuming.other_body()
         after = resuming.after(http.headers, {}, http[RID])
-        if after is not None and after.places is None:
+        if after is None:
+            if await self.state.inflight.give_way(rid, records, caller.repeat.key):
+                return None
+            return await self._answer(http, records, text.stream, None)
+        if after.places is None:
             return await answer.send_done(http, http[RID])
-        return await self._answer(http, records, text.stream, None if after is None else after.places)
+        return await self._answer(http, records, text.stream, after.places)
 
     def _rid(self, http: web.Request) -> str:
         rid = http.match_info["rid"]

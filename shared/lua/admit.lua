@@ -70,6 +70,14 @@ local function admit(rid, choices, prompt_tokens, prompt, spec)
 end
 
 for i = first, #ARGV, 5 do admit(ARGV[i], tonumber(ARGV[i + 1]), ARGV[i + 2], ARGV[i + 3], ARGV[i + 4]) end
+if num_prompts > 1 then -- they expire together
+  local rids = {}
+  for i = first, #ARGV, 5 do
+    redis.call('HSET', P .. 'r:' .. ARGV[i], 'call', rid)
+    rids[#rids + 1] = ARGV[i]
+  end
+  redis.call('HSET', P .. 'r:' .. rid, 'requests', table.concat(rids, ' '), 'open_requests', num_prompts)
+end
 name_for_repeats(rid, repeat_key)
 if per_minute.requests > 0 then take_from_bucket(owner, 'requests', now, MINUTE_MS / per_minute.requests) end
 if per_minute.tokens > 0 then

@@ -70,24 +70,39 @@ local function take_from_bucket(owner, what, now, ms)
   if redis.call('PTTL', rate) < ttl then redis.call('PEXPIRE', rate, ttl) end
 end
 
--- When the last sequence of a request is done, all its keys expire, its key may have another one open, and its tokens
--- are taken from what the key may use. Returns nothing.
+-- All keys of a request expire.
+local function expire_request(rid)
+  local r = P .. 'r:' .. rid
+  local f = redis.call('HMGET', r, 'n', 'retention_ms', 'repeat_key')
+  redis.call('PEXPIRE', r, f[2])
+  if f[3] then redis.call('PEXPIRE', P .. 'repeat:' .. f[3], f[2]) end
+  for i = 0, f[1] - 1 do
+    local s = sequence_key(rid .. '.' .. i)
+    redis.call('PEXPIRE', s, f[2])
+    redis.call('PEXPIRE', s .. ':log', f[2])
+  end
+end
+
+-- When the last sequence of a request is done its key may have another one open, and its tokens are taken from what the
+-- key may use. With the last request of its call all keys of the call expire: it is there as a whole, or not at all.
+-- Returns nothing.
 local function settle_request(rid)
   local r = P .. 'r:' .. rid
   if redis.call('EXISTS', r) == 0 then return end
   if redis.call('HINCRBY', r, 'open', -1) > 0 then return end
-  local f = redis.call('HMGET', r, 'n', 'retention_ms', 'owner', 'token_ms', 'repeat_key')
-  local num_tokens = 0
-  redis.call('PEXPIRE', r, f[2])
-  if f[5] then redis.call('PEXPIRE', P .. 'repeat:' .. f[5], f[2]) end
-  for i = 0, f[1] - 1 do
-    local s = P .. 's:' .. rid .. '.' .. i
-    redis.call('PEXPIRE', s, f[2])
-    redis.call('PEXPIRE', s .. ':log', f[2])
-    if f[4] then num_tokens = num_tokens + (redis.call('HGET', s, 'num_tokens') or 0) end
+  local f = redis.call('HMGET', r, 'n', 'owner', 'token_ms', 'call')
+  redis.call('SREM', P .. 'open:' .. f[2], rid)
+  if f[3] then
+    local num_tokens = 0
+    for i = 0, f[1] - 1 do
+      num_tokens = num_tokens + (redis.call('HGET', sequence_key(rid .. '.' .. i), 'num_tokens') or 0)
+    end
+    if num_tokens > 0 then take_from_bucket(f[2], 'tokens', now_ms(), num_tokens * f[3]) end
   end
-  redis.call('SREM', P .. 'open:' .. f[3], rid)
-  if num_tokens > 0 then take_from_bucket(f[3], 'tokens', now_ms(), num_tokens * f[4]) end
+  local call = f[4] and P .. 'r:' .. f[4]
+  if not call or redis.call('EXISTS', call) == 0 then return expire_request(rid) end
+  if redis.call('HINCRBY', call, 'open_requests', -1) > 0 then return end
+  for one in string.gmatch(redis.call('HGET', call, 'requests') or rid, '%S+') do expire_request(one) end
 end
 
 -- Enters `done`, once; the caller has checked that the state is not done. Returns the gateway's stream name.

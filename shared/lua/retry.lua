@@ -12,7 +12,7 @@ local now = now_ms()
 redis.call('HSET', r, unpack(fields))
 redis.call('HSET', r, 'spec', spec, 'open', record['n'], 'arrival_ms', now, 'resume_ms', resume_ms, 'start_by', 0,
   'first_by', 0, 'end_by', 0)
-redis.call('HDEL', r, 'token_ms', 'repeat_key')
+redis.call('HDEL', r, 'token_ms', 'repeat_key', 'call', 'requests', 'open_requests')
 for i = 0, record['n'] - 1 do
   local sid = new .. '.' .. i
   local f = redis.call('HMGET', sequence_key(old .. '.' .. i), 'prompt_tokens', 'priority')

@@ -437,6 +437,58 @@ async def test_who_follows_takes_over_when_the_reader_has_left(served: Served, o
     assert b"two" in await first.read()
 
 
+async def fails(served: Served, outcome: Outcome, at: Served | None = None) -> str:
+    """Its id, of a call with KEY that ends so."""
+    asking = asyncio.ensure_future(whole(at or served, BODY, headers=KEY | {"Connection": "close"}))
+    [sid] = await wait_until(served.worker.queued)
+    await served.worker.place(sid)
+    await served.worker.commit(sid, list(b"one "))
+    await served.worker.scripts.finish(sid, outcome)
+    assert json.loads((await asking)[-1][1])["error"]["code"] == (outcome.code or outcome.reason)
+    return sid.partition(".")[0]
+
+
+@pytest.mark.parametrize("code", ["engine_error", "internal_error", "queue_timeout", "gateway_gone", "client_gone"])
+async def test_a_call_that_failed_by_no_fault_of_its_own_runs_anew_under_its_key(
+    code: str, served: Served, other: Served, answering: Callable[..., None]
+) -> None:
+    outcome = Outcome(reason="cancelled" if code.endswith("gone") else "error", code=code, message="no")
+    failed = [await fails(served, outcome), await fails(served, outcome, other)]  # and so may the second try
+    answering(reply)
+    events = await whole(served, BODY, headers=KEY)
+    assert events[-1][1] == "[DONE]" and rid_of(events[0][0]) not in failed
+    assert await whole(other, BODY, headers=KEY) == events
+    assert await num_made(served) == 3
+
+
+async def test_calls_that_try_again_at_once_have_one_answer(
+    served: Served, other: Served, answering: Callable[..., None]
+) -> None:
+    await fails(served, Outcome(reason="error", code="internal_error", message="no"))
+    asking = [asyncio.ensure_future(whole(at, BODY, headers=KEY)) for at in (served, other, served, other)]
+    await wait_until(served.worker.queued)
+    answering(reply)
+    answers = await asyncio.gather(*asking)
+    assert len({str(answer) for answer in answers}) == 1 and answers[0][-1][1] == "[DONE]"
+    assert await num_made(served) == 2
+
+
+@pytest.mark.parametrize("code", ["poison_request", "context_length_exceeded", ""])
+async def test_what_lies_in_the_request_or_was_wanted_is_told_again(code: str, served: Served) -> None:
+    outcome = Outcome(reason="error" if code else "cancelled", code=code, message="no")
+    await fails(served, outcome)
+    assert json.loads((await whole(served, BODY, headers=KEY))[-1][1])["error"]["code"] == (code or "cancelled")
+    assert await num_made(served) == 1
+
+
+async def test_a_client_that_has_some_of_a_failed_answer_is_not_given_the_beginning_of_another(served: Served) -> None:
+    rid = await fails(served, Outcome(reason="error", code="internal_error", message="no"))
+    status, answer, _ = await served.post("/v1/completions", BODY, headers=KEY | {"Last-Event-ID": f"{rid}:4"})
+    assert (status, answer["error"]["code"]) == (500, "internal_error")
+    status, answer, _ = await served.post("/v1/completions", BODY | {"max_tokens": 59}, headers=KEY)
+    assert (status, answer["error"]["code"]) == (422, "idempotency_key_reused")
+
+
 async def test_an_error_is_told_after_what_came_before_it(served: Served) -> None:
     first, place, sid = await begin(served, BODY)
     await served.worker.commit(sid, list(b"two"))

@@ -205,6 +205,16 @@ async def _(w: World) -> None:
     assert await w.redis.ttl(w.key("repeat:k")) == -1
 
 
+@rules.rule("a retry is a call of its own", "retry", ", 'call', 'requests', 'open_requests'")
+async def _(w: World) -> None:
+    await w.gateway()
+    await w.ask_admission("r", more=[("r-1", 1, 3)])
+    await w.scripts.finish("r-1.0", STOP)
+    await w.scripts.retry("r-1", spec_of("q"), 2, 1000)
+    await w.scripts.finish("q.0", STOP)
+    assert await w.redis.pttl(w.key("r:q")) > 0 and await w.redis.pttl(w.key("r:r")) == -1
+
+
 @rules.rule("a retry has no deadline of long ago", "retry", "'end_by', 0", "'end_by', record['end_by']")
 async def _(w: World) -> None:
     await w.placed(time_limits={"total_ms": 1})

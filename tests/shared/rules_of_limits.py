@@ -48,7 +48,7 @@ async def _(w: World) -> None:
     assert (await ask(w, "c", KeyLimits(concurrency=3))).status == "ok"
 
 
-@rules.rule("a request that has ended is open no more", "common", "redis.call('SREM', P .. 'open:' .. f[3], rid)")
+@rules.rule("a request that has ended is open no more", "common", "redis.call('SREM', P .. 'open:' .. f[2], rid)")
 async def _(w: World) -> None:
     await w.gateway()
     term = await w.worker()
@@ -127,7 +127,7 @@ async def _(w: World) -> None:
 @rules.rule(
     "tokens that were drawn are taken when the request ends",
     "common",
-    "if num_tokens > 0 then take_from_bucket(f[3], 'tokens', now_ms(), num_tokens * f[4]) end",
+    "if num_tokens > 0 then take_from_bucket(f[2], 'tokens', now_ms(), num_tokens * f[3]) end",
 )
 async def _(w: World) -> None:
     limits = KeyLimits(tokens_per_minute=100)

@@ -5,10 +5,9 @@ from __future__ import annotations
 from redis.exceptions import ResponseError
 
 from shared.bus import CannotWrite
-from shared.protocol import Outcome
 from shared.scripts import Repeat
 from tests.shared.script_rules import RuleBook
-from tests.shared.script_world import CANCELLED, World, spec_of
+from tests.shared.script_world import CANCELLED, STOP, World, spec_of
 
 rules = RuleBook()
 
@@ -61,17 +60,66 @@ async def _(w: World) -> None:
 
 
 @rules.rule(
-    "a repeat key is forgotten with its call, of several prompts the first",
+    "a repeat key is forgotten with its call",
     "common",
-    "if f[5] then redis.call('PEXPIRE', P .. 'repeat:' .. f[5], f[2]) end",
+    "if f[3] then redis.call('PEXPIRE', P .. 'repeat:' .. f[3], f[2]) end",
+)
+async def _(w: World) -> None:
+    await w.ask_admission("r", repeat=Repeat("key", "digest"), retention_ms=50)
+    assert await w.redis.pttl(w.key("repeat:key")) == -1
+    await w.scripts.finish("r.0", STOP)
+    assert 0 < await w.redis.pttl(w.key("repeat:key")) <= 50
+
+
+@rules.rule(
+    "a call of several prompts expires when the last of them has ended, all of it",
+    "common",
+    "if redis.call('HINCRBY', call, 'open_requests', -1) > 0 then return end",
+)
+async def _(w: World) -> None:
+    """Else a client that comes back would be told that its call, which still runs, is not kept."""
+    more = [("r-1", 2, 3), ("r-2", 1, 3)]
+    await w.ask_admission("r", more=more, repeat=Repeat("key", "digest"), retention_ms=60_000)
+    keys = ["r:r", "s:r.0", "r:r-1", "s:r-1.0", "s:r-1.1", "r:r-2", "s:r-2.0", "repeat:key"]
+    for sid in ("r.0", "r-1.1", "r-2.0", "r-1.0"):
+        assert [await w.redis.pttl(w.key(key)) for key in keys] == [-1] * len(keys)
+        await w.scripts.finish(sid, STOP)
+    assert all([0 < await w.redis.pttl(w.key(key)) <= 60_000 for key in keys])
+
+
+@rules.rule("a prompt whose call is lost expires by itself", "common", " or redis.call('EXISTS', call) == 0", "")
+async def _(w: World) -> None:
+    await w.ask_admission("r", more=[("r-1", 1, 3)])
+    await w.redis.delete(w.key("r:r"))
+    await w.scripts.finish("r-1.0", STOP)
+    assert await w.redis.pttl(w.key("r:r-1")) > 0 and not await w.redis.exists(w.key("r:r"))
+
+
+@rules.rule(
+    "a key that another call has by now is not freed",
+    "free_key",
+    "if redis.call('GET', named) ~= rid then return 0 end",
 )
 async def _(w: World) -> None:
     repeat = Repeat("key", "digest")
-    await w.ask_admission("r", more=[("r-1", 1, 3)], repeat=repeat, retention_ms=50)
-    await w.scripts.finish("r-1.0", Outcome(reason="stop"))
+    await w.ask_admission("r", repeat=repeat)
+    assert await w.scripts.free_key("key", "r") and not await w.scripts.free_key("key", "r")
+    assert (await w.ask_admission("q", repeat=repeat)).rid == "q"
+    assert not await w.scripts.free_key("key", "r")
+    assert (await w.ask_admission("p", repeat=repeat)).rid == "q"
+
+
+@rules.rule(
+    "a call that has freed its key lets that of another live on",
+    "free_key",
+    "redis.call('HDEL', P .. 'r:' .. rid, 'repeat_key')",
+)
+async def _(w: World) -> None:
+    await w.ask_admission("r", repeat=Repeat("key", "digest"))
+    await w.scripts.free_key("key", "r")
+    await w.ask_admission("q", repeat=Repeat("key", "digest"))
+    await w.scripts.finish("r.0", STOP)
     assert await w.redis.pttl(w.key("repeat:key")) == -1
-    await w.scripts.finish("r.0", Outcome(reason="stop"))
-    assert 0 < await w.redis.pttl(w.key("repeat:key")) <= 50
 
 
 @rules.rule(
