@@ -83,13 +83,26 @@ class TemplatePool:
 
     async def _render(self, call: bytes) -> bytes:
         """By a child that is there, unless it has died meanwhile (memory may be short); else by a new one."""
+        await self._wait_for_idle(START_AFTER_S)
+        while True:
+            while self._idle:
+                with contextlib.suppress(_Died):
+                    return await self._answer_of(self._idle.pop(), call)
+            try:
+                child = await self._new_child()
+            except OSError as e:  # there is no descriptor, no memory or no process left for it
+                log.warning("no other process for chat templates can be started: %s", e)
+                await self._wait_for_idle(self._timeout_s)
+                if not self._idle:
+                    raise unavailable("no chat template can be rendered now", "busy") from None
+                continue
+            return await self._answer_of(child, call)
+
+    async def _wait_for_idle(self, timeout_s: float) -> None:
+        """For a child that works, if there is one and no other."""
         if not self._idle and self._all:
             self._returned.clear()
-            await wait_for_event(self._returned, START_AFTER_S)
-        while self._idle:
-            with contextlib.suppress(_Died):
-                return await self._answer_of(self._idle.pop(), call)
-        return await self._answer_of(await self._new_child(), call)
+            await wait_for_event(self._returned, timeout_s)
 
     async def _answer_of(self, child: Process, call: bytes) -> bytes:
         try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import time
 from collections.abc import AsyncIterator, Callable
 from datetime import datetime
@@ -11,6 +12,7 @@ from typing import Any
 import psutil
 import pytest
 
+from services.gateway.admission import TryLater
 from services.gateway.chat_template import ChatTemplateError
 from services.gateway.template_pool import NUM_CHILDREN, TemplatePool, encode_call, text_of
 from tests.helpers import command_line, wait_until
@@ -135,3 +137,26 @@ async def test_a_child_has_nothing_of_its_gateway(make_pool: MakePool, monkeypat
     assert child.rlimit(psutil.RLIMIT_FSIZE) == (0, 0)
     assert child.rlimit(psutil.RLIMIT_AS)[0] == 1 << 30
     assert child.num_fds() <= 4
+
+
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN])
+async def test_where_no_child_can_be_started_the_one_that_is_there_renders(
+    number: int, make_pool: MakePool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A gateway without descriptors, for instance: its client is told to come back, not that it has failed."""
+    pool = make_pool(ECHO)
+    await pool.start()
+    monkeypatch.setattr("services.gateway.template_pool.START_AFTER_S", 0)
+
+    async def fails(*_: object, **__: object) -> None:
+        raise OSError(number, "none left")
+
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", fails)
+    assert await asyncio.gather(*(render(pool, f"{i}") for i in range(6))) == [f"<s>{i}2024" for i in range(6)]
+    for child in children():
+        child.kill()
+    with pytest.raises(TryLater) as refusal:
+        await render(pool, "nobody is there")
+    assert (refusal.value.status, refusal.value.code) == (503, "busy")
+    monkeypatch.undo()
+    assert await render(pool, "again") == "<s>again2024"
