@@ -23,7 +23,7 @@ WHEELS := $(if $(wildcard wheels/*.whl),--find-links wheels)
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check $(WHEELS)
 PYTEST := $(BIN)/python -m pytest -q -n 2 --dist loadfile
 
-.PHONY: help serve test test-slow aot chaos soak lint format docs size bench wheels secrets clean
+.PHONY: help serve test test-slow aot chaos figures soak lint format docs size bench wheels secrets clean
 
 help:
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 20
@@ -46,6 +46,10 @@ aot: $(VENV)/.dev ## compile the Triton kernels for every kind of GPU, without o
 chaos: $(VENV)/.dev ## faults at random under load (MINUTES=30 SEED=1; a seed repeats its schedule)
 	$(BIN)/headrace fetch
 	$(BIN)/python -m tests.chaos --minutes $(MINUTES) --seed $(SEED) $(ARGS)
+
+figures: $(VENV)/.dev ## measure the figures of the failure modes in docs/reliability.md, with the tests that show them
+	$(BIN)/headrace fetch
+	$(BIN)/python -m tests.chaos.figures $(ARGS)
 
 soak: $(VENV)/.dev ## half an hour of mixed load (MINUTES=30), and what grows meanwhile
 	MINUTES=$(MINUTES) $(BIN)/python -m tests.bench.soak

@@ -19,7 +19,6 @@ from typing import Any
 
 import pytest
 
-from services.modules import TREE
 from shared.protocol import MemberKind
 from tests.chaos import checker
 from tests.chaos.link import Link
@@ -30,11 +29,11 @@ from tests.e2e.own_redis import OwnRedis
 from tests.e2e.process import Process
 from tests.e2e.stack import Stack
 from tests.e2e.state import Sequence
+from tests.figures import note
 from tests.helpers import wait_until
 
 log = logging.getLogger(__name__)
 
-FIGURES = TREE / "build" / "chaos-figures.txt"  # of all scenarios that went well, the latest last
 TWIN_TIMEOUT_S = 10.0  # of its clients: what never comes need not be waited for as long
 
 
@@ -170,11 +169,7 @@ class Play:
             await scenario(run)
             await run.rest.check()
             checker.check_logs(run.stack)
-        line = f"{_name(scenario)}: {', '.join(f'{k} {v:.2f}' for k, v in run.figures.items())}"
-        log.info("%s", line)
-        FIGURES.parent.mkdir(exist_ok=True)
-        with FIGURES.open("a") as file:
-            file.write(line + "\n")
+        note(**run.figures)
         return run
 
     async def objects(self, scenario: Scenario, number: str, *cuts: Cut, **options: Any) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import signal
+import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,11 +16,12 @@ import redis
 
 from shared.protocol import MemberKind
 from tests.chaos.link import Link, Mode
-from tests.e2e.clients import Answer, Connect, check_same
+from tests.e2e.clients import Answer, Connect, check_same, longest_pause_s
 from tests.e2e.load import SLOW, USAGE, mixed, plain, words
 from tests.e2e.own_redis import OwnRedis
 from tests.e2e.stack import Stack
 from tests.e2e.state import State
+from tests.figures import note
 from tests.helpers import wait_until
 
 
@@ -94,6 +96,7 @@ async def test_tokens_that_only_the_old_primary_had_are_written_again(
         pair.replication.set(Mode.SWALLOW)
         ahead = num_committed(pair.replica.url, stack.served_name) + 60
         await wait_until(lambda: num_committed(pair.primary.url, stack.served_name) > ahead)
+        failed_at = time.perf_counter()
         pair.primary.signal(old)
         try:
             stack.fail_over()
@@ -101,6 +104,7 @@ async def test_tokens_that_only_the_old_primary_had_are_written_again(
         finally:
             pair.primary.signal(signal.SIGCONT)  # to nobody, where it has died
         check_same(answers, undisturbed)
+        note(pause_s=longest_pause_s([*answers, long], failed_at))
         long.check()
         assert long.text == words("long", 150)
         answer = await client.ask(plain("afterwards", 10))

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import signal
 import time
 
 from tests.e2e.clients import Answer, Connect, check_same, longest_pause_s
 from tests.e2e.load import NUM_TOKENS, SLOW, USAGE, mixed, plain, words
 from tests.e2e.stack import NewStack
+from tests.figures import note
 from tests.helpers import wait_until
-
-log = logging.getLogger(__name__)
 
 NEVER_ENDING = 2000  # tokens, 40 s
 
@@ -36,10 +34,7 @@ async def test_only_its_own_clients_notice_and_their_requests_end(
         pause = longest_pause_s(answers, killed_at)
         await stack.report(victim)
         await wait_until(lambda: not stack.state.running(), 25)
-        log.info(
-            "a gateway killed: longest pause of others' streams %.2f s; its requests ended after %.1f s",
-            pause, time.perf_counter() - killed_at,
-        )  # fmt: skip
+        note(others_pause_s=pause, orphans_ended_s=time.perf_counter() - killed_at)
         orphans = [s for s in stack.state.sequences() if s.gateway == victim.incarnation and s.num_tokens > 1]
         assert len(orphans) == 8
         assert {s.outcome.reason for s in orphans if s.outcome} == {"cancelled"}
@@ -70,7 +65,7 @@ async def test_one_that_is_told_to_stop_ends_what_does_not_finish(new_stack: New
         await wait_until(lambda: any(s.num_tokens > 0 for s in stack.state.running()))
         stopped_at = stack.kill(leaving, signal.SIGTERM)
         assert await asyncio.to_thread(leaving.popen.wait, 10) == 0
-        log.info("a gateway stopped within %.2f s", time.perf_counter() - stopped_at)
+        note(exit_s=time.perf_counter() - stopped_at)
         [left] = stack.state.running()
         assert left.gateway == ""  # its client may come back to another one, for a while
         await wait_until(lambda: not stack.state.running(), 25)

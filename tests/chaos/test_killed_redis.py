@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -13,9 +13,8 @@ from tests.e2e.clients import Answer, Connect, check_same, longest_pause_s
 from tests.e2e.load import SLOW, USAGE, mixed, plain, words
 from tests.e2e.own_redis import OwnRedis
 from tests.e2e.stack import NewStack, Stack
+from tests.figures import note
 from tests.helpers import wait_until
-
-log = logging.getLogger(__name__)
 
 
 @pytest.mark.parametrize("away_s", [0.0, 2.0])
@@ -37,7 +36,7 @@ async def test_everybody_waits_and_goes_on(
                 answer.check()
                 assert answer.text == words(f"long {i}", 120)
             pause = longest_pause_s([*answers, *await long])
-            log.info("Redis was away for %.1f s: longest pause of a client %.2f s", away_s, pause)
+            note(**{f"away_{away_s:g}_s_pause_s": pause})
             answer = await late
             answer.check()
             assert answer.text == words("sent while it is away", 48)
@@ -63,7 +62,10 @@ async def test_a_redis_that_comes_back_empty_ends_what_it_has_forgotten(
             for path in (tmp_path / "redis").glob("appendonlydir/*"):
                 path.unlink()
             server.start()
-            for answer in await lost:
+            began = time.perf_counter()
+            answers = await lost
+            note(told_s=time.perf_counter() - began)
+            for answer in answers:
                 assert answer.error is not None and answer.error["code"] == "request_lost", answer
             await wait_until(lambda: len(stack.state.members()) == 4 and stack.state.all_leased(), 20)
             answer = await client.ask(plain("afterwards", 20))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 
 import pytest
@@ -13,9 +12,8 @@ from tests.e2e.clients import Answer, Client, Connect, check_same, longest_pause
 from tests.e2e.load import NUM_TOKENS, SLOW, USAGE, mixed, plain, words
 from tests.e2e.stack import NewStack, Stack
 from tests.e2e.state import Sequence
+from tests.figures import note
 from tests.helpers import wait_until
-
-log = logging.getLogger(__name__)
 
 LONG = 250  # tokens: more than are granted ahead
 LEASES: dict[MemberKind, str] = {"scheduler": "run", "store": "pool"}
@@ -68,7 +66,7 @@ async def test_killed_and_restarted(
         await stack.restart(victim)
         answers = await answering
         pause = longest_pause_s(answers, killed_at)
-        log.info("%s restarted: longest pause of a stream %.2f s", kind, pause)
+        note(restarted_pause_s=pause)
         check_same(answers, undisturbed)
         served = await late
         served.check()
@@ -90,8 +88,10 @@ async def test_another_one_takes_over(
         killed_at = stack.kill(stack.by_incarnation(owner))
         worker, lease = running[0].worker, LEASES[kind]
         await wait_until(lambda: stack.state.owner(lease, worker) not in ("", owner), 20)
-        log.info("%s killed: another has its lease after %.2f s", kind, time.perf_counter() - killed_at)
-        check_same(await answering, undisturbed)
+        detected_s = time.perf_counter() - killed_at
+        answers = await answering
+        check_same(answers, undisturbed)
+        note(detected_s=detected_s, pause_s=longest_pause_s([*answers, *await long], killed_at))
         for i, answer in enumerate(await long):
             answer.check()
             assert answer.text == words(f"long {i}", LONG)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import logging
 import signal
 import time
 
@@ -13,9 +12,8 @@ from tests.e2e.load import NUM_TOKENS, SLOW, USAGE, chat, mixed, plain, words
 from tests.e2e.process import Process
 from tests.e2e.stack import NewStack, Stack
 from tests.e2e.state import Sequence
+from tests.figures import note
 from tests.helpers import wait_until
-
-log = logging.getLogger(__name__)
 
 MAX_PAUSE_S = 5.0  # the bar is 2 s, on a machine of its own
 
@@ -63,10 +61,7 @@ async def kill_at(position: int, stack: Stack, client: Client, undisturbed: list
     detected_s = await seconds_until_moved(stack, lost, killed_at) if lost else 0.0
     answers = [await watched, *await others]
     pause_s = longest_pause_s(answers, killed_at)
-    log.info(
-        "killed at %d: %d of %d sequences moved, the first after %.2f s; longest pause of a client %.2f s",
-        position, len(lost), len(running), detected_s, pause_s,
-    )  # fmt: skip
+    note(**({"detected_s": detected_s} if lost else {}), pause_s=pause_s)
     assert answers[0].text == words(name, NUM_TOKENS)
     check_same(answers[1:], undisturbed)
     assert pause_s < MAX_PAUSE_S
@@ -139,7 +134,7 @@ async def test_a_worker_that_is_told_to_stop_hands_its_sequences_over(
         answers = await answering
         check_same(answers, undisturbed)
         pause = longest_pause_s(answers, at)
-        log.info("a worker that leaves: longest pause %.2f s", pause)
+        note(pause_s=pause)
         assert all(s.strikes == 0 for s in stack.state.sequences())
         assert pause < MAX_PAUSE_S
         await stack.restart(leaving)

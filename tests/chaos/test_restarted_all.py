@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import logging
 import time
 from pathlib import Path
 
@@ -14,9 +13,8 @@ from tests.e2e.clients import Answer, Connect, check_same
 from tests.e2e.load import SLOW, USAGE, mixed, plain, words
 from tests.e2e.own_redis import OwnRedis
 from tests.e2e.stack import NewStack, Stack
+from tests.figures import note
 from tests.helpers import wait_until
-
-log = logging.getLogger(__name__)
 
 NEVER_ENDING = 3000  # tokens, a minute
 GRACE_S = 10.0  # that a client of a dead gateway has to come back
@@ -47,13 +45,13 @@ async def test_who_comes_back_goes_on_and_nothing_runs_for_nobody(
             abandoned = {a.sid for a in stack.state.running()}
             cut_at = time.perf_counter()
             await power_cut(stack, server)
+            note(serves_again_s=time.perf_counter() - cut_at)
             assert all(answer.broken for answer in await gone)
             check_same(await answering, undisturbed)
             abandoned &= {s.sid for s in stack.state.running()}
             assert len(abandoned) == 3
             await wait_until(lambda: not stack.state.running(), GRACE_S + 15)
-            log.info("all ended %.1f s after the cut; %d streams went on", time.perf_counter() - cut_at,
-                     faithful.num_resumed)  # fmt: skip
+            note(orphans_ended_s=time.perf_counter() - cut_at)
             for sid in abandoned:
                 sequence = stack.state.sequence(sid)
                 assert sequence and sequence.outcome and sequence.outcome.code == "gateway_gone", sequence

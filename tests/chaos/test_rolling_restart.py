@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import logging
 import random
 import signal
 import time
@@ -17,9 +16,8 @@ from tests.e2e.clients import Answer, Connect, check_same, longest_pause_s
 from tests.e2e.load import SLOW, USAGE, mixed, plain, words
 from tests.e2e.process import Process
 from tests.e2e.stack import NewStack, Stack
+from tests.figures import note
 from tests.helpers import wait_until
-
-log = logging.getLogger(__name__)
 
 DRAIN_S = 1.0  # shorter than most answers take: streams move to the other gateway, sequences to the other worker
 MAX_STOP_S = DRAIN_S + 5.0
@@ -62,7 +60,7 @@ async def roll(
         began = time.perf_counter()
         for kind, index in order:
             took_s = await replace(stack, stack.process(kind, index))
-            log.info("%s-%d stopped within %.2f s", kind, index, took_s)
+            note(exit_s=took_s)
         ended.set()
         answers = [answer for answers in await asyncio.gather(*loads) for answer in answers]
     finally:
@@ -73,10 +71,7 @@ async def roll(
     for i, answer in enumerate(results[-1]):  # type: ignore[arg-type]
         answer.check()
         assert answer.text == words(f"long {i}", LONG)
-    log.info(
-        "%d answers, all as undisturbed; %d streams taken up elsewhere, %d calls repeated; longest pause %.2f s",
-        len(answers), client.num_resumed, client.num_repeated, longest_pause_s(answers, began),
-    )  # fmt: skip
+    note(pause_s=longest_pause_s(answers, began))
     assert all(s.strikes == 0 for s in stack.state.sequences()), "a worker that is told to stop kills nobody"
     assert client.num_resumed > 0 or all(kind != "gateway" for kind, _ in order)
 

@@ -7,6 +7,7 @@ import contextlib
 import io
 import json
 import re
+import time
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -16,9 +17,10 @@ from yarl import URL
 from services import modules
 from shared import scripted_vocab as vocab
 from shared.settings import current_environ, variable
-from tests.e2e.clients import Answer, Client, Connect, check_same
+from tests.e2e.clients import Answer, Client, Connect, check_same, longest_pause_s
 from tests.e2e.load import USAGE, mixed, plain, words
 from tests.e2e.stack import NewStack, Stack
+from tests.figures import note
 from tests.helpers import url_as, wait_until
 
 NUMBERS: list[Any] = ["1", True, [], {}, [1], float(1 << 70)]
@@ -154,10 +156,13 @@ async def test_a_poison_request_costs_at_most_three_workers_and_ends_as_one_erro
         async with stack.supervised():
             answering = client.begin_all(mixed("load"))
             await wait_until(lambda: len(stack.state.running()) > 10)
+            asked_at = time.perf_counter()
             poison = await client.ask({"prompt": [65, vocab.CRASH, 2], "temperature": 0, "stream": True})
+            told_s = time.perf_counter() - asked_at
             assert poison.error is not None and poison.error["code"] == "poison_request", poison
             assert not poison.done and poison.position <= 2
             check_same(await answering, undisturbed)
+            note(told_s=told_s, deaths=num_deaths(stack), neighbours_pause_s=longest_pause_s(await answering, asked_at))
             assert num_deaths(stack) == 3 and stack.state.redis.xlen(stack.state.key("dead")) == 1
             assert f"{poison.rid}.0  3 workers died while running this request; can be retried" in await dead(
                 stack, "list"

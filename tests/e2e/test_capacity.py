@@ -12,6 +12,7 @@ import pytest_asyncio
 from tests.e2e.clients import Answer, Client, Connect
 from tests.e2e.load import USAGE, plain, words
 from tests.e2e.stack import NewStack, Stack
+from tests.figures import note
 from tests.helpers import wait_until
 
 NUM_BLOCKS = 8
@@ -32,7 +33,9 @@ async def test_a_prompt_that_can_never_fit_is_told_the_capacity(tiny: Stack, con
     client = connect(tiny.url)
     known, started = tiny.state.keys("r:*"), time.perf_counter()
     for num_chars in (POOL_TOKENS - 1, POOL_TOKENS, 3000):
+        asked_at = time.perf_counter()
         refused = await client.ask(plain("x" * num_chars))
+        note(refused_s=time.perf_counter() - asked_at)
         assert refused.status == 400 and refused.error, refused
         assert refused.error["code"] == "context_length_exceeded" and refused.error["param"] == "prompt"
         assert f"{POOL_TOKENS} tokens" in refused.error["message"], refused.error

@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.clients import Answer, Connect, check_same
+from tests.e2e.clients import Answer, Connect, check_same, longest_pause_s
 from tests.e2e.load import SLOW, mixed, plain
 from tests.e2e.stack import NewStack
+from tests.figures import note
 from tests.helpers import wait_until
 
 # Of each process its own, by the name of its incarnation; all step by ten minutes when the file is there.
@@ -44,7 +45,9 @@ async def test_no_decision_is_made_by_a_wall_clock(
         answers = client.begin_all(mixed("load"))
         await wait_until(lambda: sum(s.num_tokens for s in stack.state.running()) > 20)
         (folder / "step").touch()
+        stepped_at = time.perf_counter()
         check_same(await answers, undisturbed)
+        note(pause_s=longest_pause_s(await answers, stepped_at))
         assert -3100 < ahead_s(stack.process("gateway").text()) - 86400 < -2900, "an hour, less ten minutes"
         began = time.perf_counter()
         late = await connect(stack.url_of(1)).ask(plain("deadline", 2000, timeout=1))

@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import socket
 
-import psutil
 import pytest
 
 from services import modules
 from tests.e2e.clients import Connect
 from tests.e2e.load import plain, words
 from tests.e2e.stack import NewStack, Stack
+from tests.figures import note
 from tests.helpers import wait_until
 
 NUM_CONNECTIONS = 200
 NUM_FILES = 64
-log = logging.getLogger(__name__)
 
 
 async def flood(stack: Stack, sockets: contextlib.ExitStack) -> None:
@@ -47,13 +45,13 @@ async def test_streams_go_on_while_no_connection_can_be_accepted(
         client = connect(stack.url)
         stream = client.begin(plain("goes on", 500))
         await wait_until(lambda: any(s.num_tokens for s in stack.state.running()))
-        log.info("%d descriptors before", psutil.Process(stack.process("gateway").pid).num_fds())
         await flood(stack, sockets)
         refused = await client.ask(plain("one too many", 4), timeout=1)
         assert refused.broken or (refused.error and refused.error["code"] == "too_many_connections"), refused
         answer = await stream
         answer.check()
         assert answer.text == words("goes on", 500)
+        note(pause_s=answer.longest_pause_s())
         sockets.close()
 
         async def recovered() -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -15,9 +14,8 @@ from tests.e2e.clients import Client, Connect
 from tests.e2e.load import plain, words
 from tests.e2e.stack import Stack
 from tests.e2e.state import Sequence
+from tests.figures import note
 from tests.helpers import wait_until
-
-log = logging.getLogger(__name__)
 
 FREE_WITHIN_S = 2.0
 MAX_NUM_SEQS = 4
@@ -53,7 +51,7 @@ async def check_nothing_is_left(stack: Stack, left_at: float, num_sequences: int
 
     await wait_until(settled)
     settled_s = time.perf_counter() - left_at
-    log.info("free after %.2f s", settled_s)
+    note(blocks_free_s=settled_s)
     assert settled_s < FREE_WITHIN_S
     own = sequences_of(stack, known)
     assert len(own) == num_sequences

@@ -14,6 +14,7 @@ from services import modules
 from tests.e2e.clients import Client, Connect
 from tests.e2e.load import plain, words
 from tests.e2e.stack import NewStack, Stack
+from tests.figures import note
 from tests.helpers import wait_until
 
 log = logging.getLogger(__name__)
@@ -57,6 +58,7 @@ async def test_a_blocked_loop_is_named_and_its_streams_go_on(
         answer = await stream
         answer.check()
         assert answer.text == words("goes on", 600)
+        note(pause_s=answer.longest_pause_s())
         assert BLOCK_S * 0.9 < answer.longest_pause_s() < BLOCK_S + 1.5
         await wait_until(lambda: gauge(stack, "headrace_event_loop_stalls_total") == 1)
         assert gauge(stack, "headrace_event_loop_lag_seconds_sum") > BLOCK_S * 0.9
@@ -101,6 +103,7 @@ async def test_nothing_huge_holds_up_a_neighbour(new_stack: NewStack, connect: C
         answer = await stream
         answer.check()
         assert answer.text == words("neighbour", 1500)
+        note(neighbours_pause_s=answer.longest_pause_s())
         looks = gauge(stack, "headrace_event_loop_lag_seconds_count")
         await wait_until(lambda: gauge(stack, "headrace_event_loop_lag_seconds_count") > looks)
         gauges = stack.state.gauges("gateway", stack.process("gateway").incarnation)

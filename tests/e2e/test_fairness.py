@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 
 import aiohttp
 import pytest
@@ -11,9 +10,8 @@ import pytest
 from tests.e2e.clients import Answer, Connect, Json
 from tests.e2e.load import plain, words
 from tests.e2e.stack import NewStack
+from tests.figures import note
 from tests.helpers import wait_until
-
-log = logging.getLogger(__name__)
 
 FLOOD, QUIET = ({"Authorization": f"Bearer {name}"} for name in ("flood", "quiet"))
 NUM_FLOOD = 500
@@ -48,7 +46,7 @@ async def test_a_flood_of_one_key_does_not_delay_another(new_stack: NewStack, co
             flooding.begin(plain(f"flood {i} " + "x" * 100, 1900), headers=FLOOD)
         await wait_until(lambda: stack.state.num_queued() >= NUM_FLOOD - 20, 30)
         beside = await delays_s(client, stack.url, "beside", 20)
-        log.info("first token after %.3f s at most alone, %.3f s beside a flood", quiet[-1], beside[-1])
+        note(first_token_alone_s=quiet[-1], first_token_beside_a_flood_s=beside[-1])
         assert beside[-1] <= 3 * max(quiet[-1], LEAST_S), (quiet, beside)
         running = len(stack.state.running())
         assert running >= 7, f"only {running} of 8 places are used"

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from pathlib import Path
 
 import pytest
 
-from tests.e2e.clients import Answer, Client, Connect, check_same
+from tests.e2e.clients import Answer, Client, Connect, check_same, longest_pause_s
 from tests.e2e.load import SLOW, USAGE, mixed, plain, words
 from tests.e2e.own_redis import OwnRedis
 from tests.e2e.stack import NewStack, Stack
+from tests.figures import note
 from tests.helpers import wait_until
 
 
@@ -50,6 +52,7 @@ async def test_what_runs_goes_on_while_its_memory_is_full(
             check_same(answers, undisturbed)
             long.check()
             assert long.text == words("long", 150)
+            note(pause_s=longest_pause_s([*answers, long]))
             check_refused(await client.ask(plain("refused, also at rest")))
             server.limit_memory(0)
             await check_recovered(client, "there is room again")
@@ -68,8 +71,10 @@ async def test_a_full_disk_stops_everybody_until_there_is_room(
             server.fill_disk()
             await wait_until(lambda: not server.can_write())
             check_refused(await client.ask(plain("refused", stream=streaming)))
+            freed_at = time.perf_counter()
             server.free_disk()
             *answers, long = await answering
+            note(goes_on_when_there_is_room_s=longest_pause_s([*answers, long], freed_at))
             check_same(answers, undisturbed)
             long.check()
             assert long.text == words("long", 150)

@@ -6,9 +6,10 @@ import msgpack
 
 from shared.protocol import Event, Member
 from shared.wire import encode
-from tests.e2e.clients import Answer, Connect, check_same
+from tests.e2e.clients import Answer, Connect, check_same, longest_pause_s
 from tests.e2e.load import SLOW, mixed
 from tests.e2e.stack import NewStack, Stack
+from tests.figures import note
 from tests.helpers import wait_until
 
 NOT_OURS = [
@@ -65,6 +66,7 @@ async def test_what_another_version_says_changes_nothing(
         stack.state.redis.hset(stack.state.key("members"), "w-unreadable", b"\xff")
         foreign = stack.state.redis.xadd(stack.state.key("requests"), {"what": "another version queues"})
         check_same(await answering, undisturbed)
+        note(pause_s=longest_pause_s(await answering))
         check_same(await client.ask_all(mixed("load")), undisturbed)
         assert stack.state.redis.xrange(stack.state.key("requests"), foreign, foreign), "it is for somebody else"
         for name, data in theirs.items():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import logging
 import signal
 import time
 from collections.abc import Sequence
@@ -14,9 +13,8 @@ from services.tools.client import StreamClient
 from tests.e2e.clients import Answer, Connect, check_same, longest_pause_s
 from tests.e2e.load import NUM_TOKENS, SLOW, USAGE, Json, mixed, plain, words
 from tests.e2e.stack import NewStack
+from tests.figures import note
 from tests.helpers import wait_until
-
-log = logging.getLogger(__name__)
 
 NEVER_ENDING = 2000  # tokens, 40 s
 MAX_PAUSE_S = 2.0
@@ -58,7 +56,7 @@ async def test_all_clients_of_a_killed_gateway_go_on_at_the_other(
             again = await other.take_up(Answer(answer.body, headers=answer.headers, broken="for the test"))
             assert by_choice(again.lines) == by_choice(answer.lines)
         pause = longest_pause_s(taken_up, killed_at)
-        log.info("a gateway killed with 20 streams: %d taken up, longest pause %.2f s", len(taken_up), pause)
+        note(pause_s=pause)
         assert pause < MAX_PAUSE_S
 
 

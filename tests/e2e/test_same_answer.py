@@ -3,7 +3,6 @@ worker, and when its worker is killed. Tokens and log-probabilities are compared
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import AsyncIterator
 from typing import Any
@@ -16,9 +15,8 @@ from shared.settings import DEFAULT_MODEL
 from tests.e2e.clients import Answer, Client, Connect
 from tests.e2e.load import USAGE, Json
 from tests.e2e.stack import Stack
+from tests.figures import note
 from tests.helpers import wait_until
-
-log = logging.getLogger(__name__)
 
 pytestmark = [pytest.mark.model, pytest.mark.timeout(180)]
 
@@ -131,10 +129,7 @@ async def test_when_the_worker_is_killed(stack: Stack, alone: list[Answer], conn
     killed_at = stack.kill(victim)
     answers = await answering
     check_same(answers, alone)
-    log.info(
-        "%d of %d sequences moved; longest pause %.2f s", places.count(victim.incarnation), len(running),
-        max(a.longest_pause_s(killed_at) for a in answers),
-    )  # fmt: skip
+    note(default_model_pause_s=max(a.longest_pause_s(killed_at) for a in answers))
     started = time.perf_counter()
     await stack.restart(victim)
-    log.info("a worker's restart took %.1f s", time.perf_counter() - started)
+    note(default_model_restart_s=time.perf_counter() - started)

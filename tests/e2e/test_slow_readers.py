@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import logging
 import socket
 import time
 
@@ -14,9 +13,8 @@ import psutil
 from tests.e2e.clients import Connect
 from tests.e2e.load import plain, words
 from tests.e2e.stack import NewStack, Stack
+from tests.figures import note
 from tests.helpers import wait_until
-
-log = logging.getLogger(__name__)
 
 NUM_SLOW = 50
 SEND_TIMEOUT_S = 2
@@ -60,13 +58,13 @@ async def test_fifty_clients_that_stop_reading(new_stack: NewStack, connect: Con
 
         began = time.perf_counter()
         await wait_until(all_cut, 40)
-        log.info("all cut after %.1f s; %.1f MiB more at most", time.perf_counter() - began, most / (1 << 20))
+        note(all_50_cut_s=time.perf_counter() - began, memory_MiB=most / (1 << 20))
         assert most < MAX_MIB << 20
         answer = await neighbour
         answer.check()
         assert answer.text == words("neighbour", 400)
         gap_s = answer.longest_pause_s(since=answer.event_times[0])
-        log.info("longest pause of the neighbour: %.3f s", gap_s)
+        note(neighbours_pause_s=gap_s)
         assert gap_s < MAX_GAP_S
         outcomes = [s.outcome.reason for s in stack.state.sequences() if s.outcome]
         assert outcomes.count("cancelled") == NUM_SLOW

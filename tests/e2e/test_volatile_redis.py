@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests.e2e.clients import Answer, Connect, check_same
+from tests.e2e.clients import Answer, Connect, check_same, longest_pause_s
 from tests.e2e.load import SLOW, USAGE, mixed, plain, words
 from tests.e2e.own_redis import OwnRedis
 from tests.e2e.stack import NewStack
+from tests.figures import note
 from tests.helpers import wait_until
 
 
@@ -24,6 +25,7 @@ async def test_gateways_put_back_what_they_answer(
             server.kill()
             server.start()
             check_same(await answering, undisturbed)
+            note(put_back_pause_s=longest_pause_s(await answering))
             for i, answer in enumerate(await long):
                 answer.check()
                 assert answer.text == words(f"long {i}", 120)

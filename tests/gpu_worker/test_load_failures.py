@@ -6,6 +6,7 @@ import asyncio
 import json
 import shutil
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from services.gpu_worker.failures import EngineBroken
 from services.gpu_worker.scripted_engine import ScriptedEngine
 from shared.runtime import EXIT_CONFIG, EXIT_MEMORY, EXIT_MODEL
 from shared.settings import CommonSettings, ScriptedSettings, SettingsError, WorkerSettings, current_environ
+from tests.figures import note
 from tests.gpu_worker.tiny_models import save
 
 
@@ -124,11 +126,13 @@ async def test_the_exit_status_says_what_is_to_blame(
     if spoil is not None:
         spoil(model)
     environ = {"HEADRACE_REDIS_URL": redis_url, "HEADRACE_SERVED_MODEL_NAME": "m", "HEADRACE_MODEL": str(model)}
+    started = time.perf_counter()
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-c", LIMITED, env=current_environ() | environ | variables, stderr=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
     )  # fmt: skip
     output, errors = await asyncio.wait_for(process.communicate(), 60)
+    note(exit_s=time.perf_counter() - started)
     text = (output + errors).decode()
     assert process.returncode == status, text
     assert str(model) in text and "Traceback" not in text
