@@ -46,8 +46,8 @@ USERS = (
     ),
     User(
         "scheduler",
-        (*LIFE, "assign", "bury", "cancel_if", "condemn", "drop_lease", "finish", "forget_scheduler", "offer",
-         "open_queue", "plan", "requeue", "send", "take_lease"),
+        (*LIFE, "assign", "bury", "cancel_if", "condemn", "drop_lease", "finish", "forget_scheduler", "keep_dead",
+         "offer", "open_queue", "plan", "requeue", "send", "take_lease"),
         (*RECORDS, "info", "scard", "time", "xread", "xreadgroup", "xautoclaim", "xrevrange", "hdel", "set"),
         ("lease:*", "inbox:*", "cache:*", "metrics:scheduler:*"),
     ),

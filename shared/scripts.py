@@ -207,6 +207,10 @@ class Scripts:
         """Ends a sequence that workers die of, and keeps it for people in the stream `dead`."""
         return bool(await self._run("condemn", sid, epoch, encode(outcome), reason, deaths))
 
+    async def keep_dead(self, sid: str, reason: str) -> bool:
+        """Keeps one there that has ended by an error of its own; False if it is there already."""
+        return bool(await self._run("keep_dead", sid, reason))
+
     async def retry(self, rid: str, spec: RequestSpec, strikes: int, resume_ms: int) -> str:
         """ok | exists | gone. Runs a request again as spec.rid, which nobody reads, for at most resume_ms."""
         return str((await self._run("retry", rid, spec.rid, encode(spec), strikes, resume_ms)).decode())
@@ -270,10 +274,8 @@ class Scripts:
     async def join(self, member: Member, lease_ms: int, streams: Sequence[str]) -> list[str]:
         """Announces an incarnation and makes its streams; the ids after which to read them."""
         event = encode(Event(kind="joined", id=member.incarnation))
-        ids = await self._run(
-            "join", member.kind, member.incarnation, lease_ms, STREAM_TTL_MS, encode(member), event, *streams
-        )
-        return [i.decode() for i in ids]
+        told: list[Arg] = [lease_ms, STREAM_TTL_MS, encode(member), event, *streams]
+        return [i.decode() for i in await self._run("join", member.kind, member.incarnation, *told)]
 
     async def amend(self, member: Member) -> bool:
         """A living incarnation announces itself anew; False if it is dead."""
@@ -282,10 +284,8 @@ class Scripts:
 
     async def refresh(self, kind: str, id: str, lease_ms: int, handled: dict[str, str]) -> list[str] | None:
         """The last id of each stream ('' if gone); None: the lease has lapsed. Trims up to the handled ids."""
-        args: list[Arg] = [kind, id, lease_ms, STREAM_TTL_MS]
-        for stream, last in handled.items():
-            args += (stream, last)
-        reply = await self._run("refresh", *args)
+        names_and_ids = [part for pair in handled.items() for part in pair]
+        reply = await self._run("refresh", kind, id, lease_ms, STREAM_TTL_MS, *names_and_ids)
         return None if reply[0] != b"ok" else [i.decode() for i in reply[1:]]
 
     async def gone(self, kind: str, incarnation: str) -> None:

@@ -69,6 +69,13 @@ class Finish:
 
 
 @dataclass(frozen=True, slots=True)
+class KeepDead:
+    """Keep for people that this sequence has ended by an error of its own."""
+
+    sid: str
+
+
+@dataclass(frozen=True, slots=True)
 class CheckPlaced:
     """Queue again what the records place on this worker and its running set (sid, epoch) does not show; of the rest,
     tell the core what only the records know (`SchedulerCore.on_placed`)."""

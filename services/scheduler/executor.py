@@ -18,6 +18,7 @@ from services.scheduler.actions import (
     CheckPlaced,
     Expel,
     Finish,
+    KeepDead,
     Offer,
     Plan,
     ReadRecord,
@@ -32,6 +33,7 @@ from shared.wire import ProtocolError, encode, pack_ids, split_sequence_id
 log = logging.getLogger(__name__)
 
 MAX_CALL_BYTES = 256 * 1024  # of calls to a store in one message to Redis, and one call more
+ENGINE_FAILED = "the engine failed on this request alone"
 UNREADABLE = Outcome(reason="error", code="internal_error", message="the request's records cannot be read")
 
 
@@ -66,7 +68,7 @@ class Executor:
                 core.on_assigned(action, "stale", self._clock())
             case Offer():
                 core.on_offered(action, "stale")
-            case Requeue() | Finish():
+            case Requeue() | Finish() | KeepDead():
                 pass
             case _:
                 raise error
@@ -86,6 +88,8 @@ class Executor:
                 await self._scripts.requeue(action.sid, action.epoch)
             case Finish():
                 await self._scripts.finish(action.sid, action.outcome, action.epoch)
+            case KeepDead():
+                await self._scripts.keep_dead(action.sid, ENGINE_FAILED)
             case CheckPlaced():
                 await self._check_placed(action, core)
             case Expel():

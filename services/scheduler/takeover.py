@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
-from services.scheduler.actions import CheckPlaced, Requeue
+from services.scheduler.actions import CheckPlaced, KeepDead, Requeue
 from services.scheduler.outbound import Outbound
 from services.scheduler.sequence import Running
 from services.scheduler.worker_view import Phase, WorkerView
@@ -108,6 +108,8 @@ class Takeover:
             released.append((e.sid, e.epoch))
             if e.reason in RUNS_NO_MORE:
                 self._out.act(Requeue(e.sid, e.epoch))
+            elif e.reason == "error":
+                self._out.act(KeepDead(e.sid))
         if report.taken or report.seals or released:
             call = self._out.update(view, now, taken=report.taken, seals=report.seals, released=tuple(released))
             if released and call is not None:

@@ -1,4 +1,4 @@
-"""`headrace dead`: requests that workers died of, for people: which they were, why they ended, and running one again.
+"""`headrace dead`: requests that workers died of or an engine failed on, for people: which, why, and running one again.
 
 Reads what a scheduler kept (`dead`) and, as long as that is retained, the request's record. Never shows a prompt.
 """
@@ -35,7 +35,7 @@ class NotThere(Exception):
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="headrace dead", usage="headrace dead list | show ID | retry ID [options]", allow_abbrev=False,
-        description="Requests that ended because workers died of them. ID: as listed.",
+        description="Requests that workers died of, or the engine failed on alone. ID: as listed.",
         epilog="Example: headrace dead list --redis-url redis://db:6379/0",
     )  # fmt: skip
     parser.add_argument("action", choices=("list", "show", "retry"), metavar="list|show|retry")
@@ -109,7 +109,7 @@ class DeadDesk:
         _print(f"parameters     {request.spec.sampling.model_dump_json(exclude_defaults=True)}")
 
     async def retry(self, id: str) -> None:
-        """Until it has ended; says how. It begins with the strikes that were too many, so one more death ends it."""
+        """Until it has ended; says how. It begins with its strikes: where those were too many, one more ends it."""
         record = await self._find(id)
         old, _ = split_sequence_id(record.sid)
         request = await self._records.request(old)
@@ -119,7 +119,8 @@ class DeadDesk:
         spec = request.spec.model_copy(update={"rid": rid, "time_limits": TimeLimits()})
         if await self._scripts.retry(old, spec, int(record.fields["deaths"]), RESUME_MS) == "gone":
             raise NotThere(f"the record of {old} has expired")
-        _print(f"runs again as request {rid}, in steps of its own; one more worker death ends it")
+        alone = ", in steps of its own; one more worker death ends it" if int(record.fields["deaths"]) else ""
+        _print(f"runs again as request {rid}{alone}")
         for choice in range(spec.num_choices):
             await self._await_end(sequence_id(rid, choice))
 

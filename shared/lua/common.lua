@@ -123,3 +123,10 @@ local function terminate(sid, s, outcome)
   local gateway = settle(sid, s, outcome)
   redis.call('XADD', P .. 'out:' .. gateway, 'NOMKSTREAM', '*', '!' .. sid, outcome)
 end
+
+-- What people are told of a sequence that was given up: what it was and why, no text of it.
+local function keep_dead(sid, s, reason, deaths)
+  local worker, prompt, output = unpack(redis.call('HMGET', s, 'worker', 'prompt_tokens', 'num_tokens'))
+  redis.call('XADD', P .. 'dead', 'MAXLEN', '~', 1000, '*', 'sid', sid, 'reason', reason, 'deaths', deaths,
+    'prompt', prompt, 'output', output, 'worker', worker or '')
+end

@@ -3,9 +3,8 @@
 run_when_full()
 local sid, epoch, outcome, reason, deaths = ARGV[1], ARGV[2], ARGV[3], ARGV[4], ARGV[5]
 local s = sequence_key(sid)
-local f = redis.call('HMGET', s, 'state', 'epoch', 'prompt_tokens', 'num_tokens', 'worker')
+local f = redis.call('HMGET', s, 'state', 'epoch')
 if not f[1] or f[1] == 'done' or f[2] ~= epoch then return 0 end
 terminate(sid, s, outcome)
-redis.call('XADD', P .. 'dead', 'MAXLEN', '~', 1000, '*', 'sid', sid, 'reason', reason, 'deaths', deaths,
-  'prompt', f[3], 'output', f[4], 'worker', f[5])
+keep_dead(sid, s, reason, deaths)
 return 1

@@ -197,7 +197,11 @@ async def dead(stack: Stack, *args: str) -> str:
     return output.decode()
 
 
-async def test_a_step_that_fails_is_the_error_of_one(client: Client, undisturbed: list[Answer]) -> None:
+async def test_a_step_that_fails_is_the_error_of_one(
+    shared_stack: Stack, client: Client, undisturbed: list[Answer]
+) -> None:
+    """And is kept for people."""
+    stack, failed = shared_stack, set()
     async with neighbours(client, undisturbed):
         for k in (0, 1, 5):
             for stream in (True, False):
@@ -207,6 +211,14 @@ async def test_a_step_that_fails_is_the_error_of_one(client: Client, undisturbed
                 assert error is not None and error["code"] == "engine_error" and error["type"] == "server_error", answer
                 assert answer.status == (200 if stream and k else 500) and not answer.done
                 check_error(500, {"error": error})
+                failed.add(f"{answer.rid}.0")
+
+    def kept() -> set[str]:
+        return {f[b"sid"].decode() for _, f in stack.state.redis.xrange(stack.state.key("dead"))}
+
+    await wait_until(lambda: kept() >= failed)
+    listed = await dead(stack, "list")
+    assert f"{min(failed)}  the engine failed on this request alone; can be retried" in listed
 
 
 async def test_tokens_that_a_client_may_not_say_are_no_orders(client: Client) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from services.scheduler.actions import Assign, CheckPlaced, Expel, Finish, Plan, Requeue
+from services.scheduler.actions import Assign, CheckPlaced, Expel, Finish, KeepDead, Plan, Requeue
 from services.scheduler.cache_client import REPEAT_AFTER_S
 from services.scheduler.pressure import STARVED_TIMEOUT_S
 from services.scheduler.takeover import ASK_AGAIN_S
@@ -237,6 +237,13 @@ def test_what_ended_for_good_is_not(reason: str) -> None:
     h.run("a.0")
     h.report(ended=(("a.0", 1, reason),))
     assert only(h.decide(), Requeue) == []
+
+
+def test_what_failed_alone_is_kept_for_people() -> None:
+    h = Hand()
+    h.run("a.0")
+    h.report(ended=(("a.0", 1, "error"), ("b.0", 1, "stop")))
+    assert only(h.decide(), KeepDead) == [KeepDead("a.0")]
 
 
 def test_a_repeated_report_is_harmless() -> None:

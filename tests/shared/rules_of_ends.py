@@ -149,12 +149,7 @@ async def _(w: World) -> None:
     assert await w.commit(entry()) == [(CommitCode.DONE, 0)]
 
 
-@rules.rule(
-    "a condemned sequence is kept for people",
-    "condemn",
-    "redis.call('XADD', P .. 'dead', 'MAXLEN', '~', 1000, '*', 'sid', sid, 'reason', reason, 'deaths', deaths,\n"
-    "  'prompt', f[3], 'output', f[4], 'worker', f[5])",
-)
+@rules.rule("a condemned sequence is kept for people", "condemn", "keep_dead(sid, s, reason, deaths)")
 async def _(w: World) -> None:
     await w.placed()
     assert await w.scripts.condemn("r.0", 1, LENGTH, "why", 3)
@@ -192,6 +187,25 @@ async def _(w: World) -> None:
     assert request is not None and request.spec == spec_of("q", 2)
     assert (record.strikes, record.num_tokens, record.num_prompt_tokens) == (2, 0, 3)
     assert (await w.sequence("r.0")).state == "done"
+
+
+@rules.rule("what has failed by itself is kept for people, once", "keep_dead", " or f[2] then", " then")
+async def _(w: World) -> None:
+    await w.placed()
+    assert not await w.scripts.keep_dead("r.0", "why") and not await w.scripts.keep_dead("q.0", "why")
+    await w.commit(entry("r.0", count=2))
+    await w.scripts.finish("r.0", STOP)
+    assert await w.scripts.keep_dead("r.0", "why") and not await w.scripts.keep_dead("r.0", "why")
+    [kept] = await w.records.dead(10)
+    assert kept.fields | {"worker": "w"} == {
+        "sid": "r.0", "reason": "why", "deaths": "0", "prompt": "3", "output": "2", "worker": "w",
+    }  # fmt: skip
+
+
+@rules.rule("what has not ended is not kept for people", "keep_dead", "f[1] ~= 'done' or ", "")
+async def _(w: World) -> None:
+    await w.placed()
+    assert not await w.scripts.keep_dead("r.0", "why")
 
 
 @rules.rule("a retry is no answer to a repeated call", "retry", "'token_ms', 'repeat_key'", "'token_ms'")
