@@ -1,6 +1,8 @@
 """Causal attention of a step's query rows over the paged KV cache, grouped-query heads, float32 inside.
 
-    out = softmax(q K^T * scale) V   over the keys of the row's own sequence up to its position
+    out = softmax(cap(q K^T * scale)) V   over the keys of the row's own sequence up to its position
+
+cap is softcap * tanh(x / softcap), or nothing; with a sliding window of W keys a row sees its own and the W - 1 before.
 
 The sum over keys is cut into tiles of `TILE` keys at absolute positions (key 0 of a sequence starts a tile). A row's
 maximum is taken over all its keys (a maximum is exact in any order), each tile's exponentials and its product with V
@@ -14,6 +16,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+
+from kernels.softcap import softcap_
 
 TILE = 64
 
@@ -39,33 +43,37 @@ class TilePlan:
     num_rows_padded: int  # M
     q_index: torch.Tensor  # int64 [items * Hkv * M]: rows of q seen as [N * Hq, D]
     kv_index: torch.Tensor  # int64 [items * Hkv * TILE / block_size]: rows of a cache seen as [blocks * Hkv, ...]
-    mask: torch.Tensor  # float32 [items, 1, M, TILE]: minus infinity for keys after the row's position, else 0
+    mask: torch.Tensor  # float32 [items, 1, M, TILE]: minus infinity for keys that the row does not see, else 0
     item_group: torch.Tensor  # int64 [items], ascending; the tiles of a group in order
     group_items: torch.Tensor  # int64 [groups * most tiles of one]: its items, the first repeated to fill up
     out_index: torch.Tensor  # int64 [rows * Hq]: rows of the result seen as [groups * Hkv * M, D]
 
 
 def paged_attention(
-    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, plan: TilePlan, scale: float
+    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, plan: TilePlan, scale: float, softcap: float = 0.0
 ) -> torch.Tensor:
-    """q [N, Hq, D], caches [blocks, Hkv, block_size, D] -> [rows of the plan, Hq, D], float32."""
+    """q [N, Hq, D], caches [blocks, Hkv, block_size, D] -> [rows of the plan, Hq, D], float32; softcap 0: none."""
     if q.dim() != 3 or q.dtype != torch.float32:
         raise ValueError(f"paged_attention: q must be float32 [N, Hq, D], got {q.dtype} {tuple(q.shape)}")
     if k_cache.shape != v_cache.shape or k_cache.shape[-1] != q.shape[-1] or q.shape[1] % k_cache.shape[1]:
         raise ValueError(f"paged_attention: q {tuple(q.shape)}, cache {tuple(k_cache.shape)}")
     if TILE % k_cache.shape[2]:
         raise ValueError(f"paged_attention: blocks of {k_cache.shape[2]} tokens do not make up a tile of {TILE}")
-    return _tiled(q * scale, k_cache, v_cache, plan)
+    return _tiled(q * scale, k_cache, v_cache, plan, softcap)
 
 
-def _tiled(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, plan: TilePlan) -> torch.Tensor:
+def _tiled(
+    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, plan: TilePlan, softcap: float
+) -> torch.Tensor:
     _, num_heads, dim = q.shape
     num_kv_heads = k_cache.shape[1]
     m, num_items = plan.num_rows_padded, plan.item_group.numel()
     queries = q.reshape(-1, dim).index_select(0, plan.q_index).view(-1, m, dim)
     keys = _tiles(k_cache, plan.kv_index)
     scores = torch.bmm(queries, keys.transpose(1, 2))  # [items * Hkv, M, TILE]
-    # A masked slot is zero, or holds a later token of the same sequence (see kv_write): adding is enough.
+    if softcap:
+        softcap_(scores, softcap)
+    # A masked slot is zero, or holds another token of the same sequence (see kv_write): adding is enough.
     scores.view(num_items, num_kv_heads, m, TILE).add_(plan.mask)
     by_item = scores.view(num_items, num_kv_heads * m, TILE)
     by_item.sub_(_row_max(by_item, plan).unsqueeze(-1)).exp_()
@@ -121,18 +129,22 @@ def shapes_agree(row_counts: tuple[int, ...], dim: int) -> bool:
 
 
 def paged_attention_reference(
-    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, spans: list[QuerySpan], scale: float
-) -> torch.Tensor:
-    """The specification: the rows of the spans one after the other, [rows, Hq, D]."""
+    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, spans: list[QuerySpan], scale: float,
+    softcap: float = 0.0, window: int = 0,
+) -> torch.Tensor:  # fmt: skip
+    """The specification: the rows of the spans one after the other, [rows, Hq, D]; window 0: all keys."""
     num_heads, num_kv_heads = q.shape[1], k_cache.shape[1]
     out = []
     for span in spans:
         keys, values = (_keys_of(cache, span.block_ids).float() for cache in (k_cache, v_cache))  # [tokens, Hkv, D]
         for i in range(span.num_rows):
             end = span.first_position + i + 1
+            first = max(0, end - window) if window else 0
             row = q[span.first_row + i].float().view(num_kv_heads, num_heads // num_kv_heads, -1)
-            scores = torch.einsum("hgd,thd->hgt", row, keys[:end]) * scale
-            out.append(torch.einsum("hgt,thd->hgd", scores.softmax(-1), values[:end]).reshape(num_heads, -1))
+            scores = torch.einsum("hgd,thd->hgt", row, keys[first:end]) * scale
+            if softcap:
+                scores = (scores / softcap).tanh() * softcap
+            out.append(torch.einsum("hgt,thd->hgd", scores.softmax(-1), values[first:end]).reshape(num_heads, -1))
     return torch.stack(out)
 
 

@@ -1,7 +1,8 @@
 """Which query rows meet which keys in a step: index tensors for `kernels.paged_attention`. *Pure.*
 
 Rows are put in groups of one sequence each (one row while decoding, `PREFILL_GROUP_ROWS` else), and every group meets
-the tiles of its sequence's keys up to its last position. A group's shape does not depend on its batch mates.
+the tiles of its sequence's keys up to its last position, from the first that a sliding window shows. A group's shape
+does not depend on its batch mates.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ class Geometry:
     max_model_len: int
     decode_group_rows: int = 1
     row_multiple: int = 8
+    window: int = 0  # keys that a row of a windowed layer sees; 0: no layer is windowed
 
     def padded_group_rows(self, group_rows: int) -> int:
         """Rows of a group in one KV head's matrix products: query rows times the query heads that share it."""
@@ -46,12 +48,13 @@ class Geometry:
         return -(-rows // self.row_multiple) * self.row_multiple
 
 
-def plan_attention(spans: Seq[QuerySpan], geometry: Geometry) -> Iterator[TilePlan]:
-    """Plans whose rows, one after the other, are the rows of the spans; spans of one row come first."""
+def plan_attention(spans: Seq[QuerySpan], geometry: Geometry, window: int = 0) -> Iterator[TilePlan]:
+    """Plans whose rows, one after the other, are the rows of the spans; spans of one row come first. window 0: rows see
+    all keys before them."""
     single = [s for s in spans if s.num_rows == 1]
-    yield from _plans_of(single, geometry.decode_group_rows, geometry)
+    yield from _plans_of(single, geometry.decode_group_rows, geometry, window)
     groups = [g for s in spans[len(single) :] for g in _cut(s, PREFILL_GROUP_ROWS)]
-    yield from _plans_of(groups, PREFILL_GROUP_ROWS, geometry)
+    yield from _plans_of(groups, PREFILL_GROUP_ROWS, geometry, window)
 
 
 def _cut(span: QuerySpan, num_rows: int) -> Iterator[QuerySpan]:
@@ -60,7 +63,7 @@ def _cut(span: QuerySpan, num_rows: int) -> Iterator[QuerySpan]:
         yield QuerySpan(span.first_row + done, count, span.first_position + done, span.block_ids)
 
 
-def _plans_of(groups: list[QuerySpan], group_rows: int, geometry: Geometry) -> Iterator[TilePlan]:
+def _plans_of(groups: list[QuerySpan], group_rows: int, geometry: Geometry, window: int) -> Iterator[TilePlan]:
     """One plan as long as it stays within PLAN_BYTES, else several; a group is never split."""
     padded = geometry.padded_group_rows(group_rows)
     item_bytes = 4 * geometry.num_kv_heads * (2 * TILE * geometry.head_dim + padded * (TILE + 2 * geometry.head_dim))
@@ -68,25 +71,30 @@ def _plans_of(groups: list[QuerySpan], group_rows: int, geometry: Geometry) -> I
     part: list[QuerySpan] = []
     num_items = 0
     for group in groups:
-        tiles = (group.first_position + group.num_rows - 1) // TILE + 1
+        tiles = (group.first_position + group.num_rows - 1) // TILE + 1 - _first_tile(group.first_position, window)
         if part and num_items + tiles > most_items:
-            yield _plan(part, padded, geometry)
+            yield _plan(part, padded, geometry, window)
             part, num_items = [], 0
         part.append(group)
         num_items += tiles
     if part:
-        yield _plan(part, padded, geometry)
+        yield _plan(part, padded, geometry, window)
 
 
-def _plan(groups: list[QuerySpan], padded: int, geometry: Geometry) -> TilePlan:
+def _first_tile(first_position: int, window: int) -> int:
+    return max(0, first_position - window + 1) // TILE if window else 0
+
+
+def _plan(groups: list[QuerySpan], padded: int, geometry: Geometry, window: int) -> TilePlan:
     first_rows, counts, first_positions = (
         np.array(values)
         for values in zip(*((g.first_row, g.num_rows, g.first_position) for g in groups), strict=True)
     )  # fmt: skip
-    num_tiles = (first_positions + counts - 1) // TILE + 1
+    first_tiles = np.array([_first_tile(g.first_position, window) for g in groups])
+    num_tiles = (first_positions + counts - 1) // TILE + 1 - first_tiles
     item_group = np.repeat(np.arange(len(groups)), num_tiles)
     first_items = np.cumsum(num_tiles) - num_tiles
-    item_tile = np.arange(len(item_group)) - first_items[item_group]
+    item_tile = np.arange(len(item_group)) - first_items[item_group] + first_tiles[item_group]
 
     heads, kv_heads = geometry.num_heads, geometry.num_kv_heads
     shared = heads // kv_heads
@@ -96,15 +104,17 @@ def _plan(groups: list[QuerySpan], padded: int, geometry: Geometry) -> TilePlan:
     q_index = (first_rows[:, None] + row_in_group)[:, None, :] * heads + query_head  # [groups, Hkv, M]
     positions = first_positions[:, None] + row_in_group
     visible = positions[item_group] - item_tile[:, None] * TILE  # [items, M]: the last visible key of the tile
+    key = np.arange(TILE)
+    hidden = key > visible[:, None, :, None]
+    if window:
+        hidden |= key <= visible[:, None, :, None] - window
     span_tiles = np.minimum(np.arange(num_tiles.max()), num_tiles[:, None] - 1)
     return TilePlan(
         num_groups=len(groups),
         num_rows_padded=padded,
         q_index=_flat(q_index[item_group]),
-        kv_index=_flat(_kv_index(groups, item_group, item_tile, int(num_tiles.max()), geometry)),
-        mask=torch.from_numpy(
-            np.where(np.arange(TILE) > visible[:, None, :, None], np.float32(-np.inf), np.float32(0))
-        ),
+        kv_index=_flat(_kv_index(groups, item_group, item_tile, int((first_tiles + num_tiles).max()), geometry)),
+        mask=torch.from_numpy(np.where(hidden, np.float32(-np.inf), np.float32(0))),
         item_group=torch.from_numpy(item_group),
         group_items=_flat(np.where(span_tiles == np.arange(num_tiles.max()), span_tiles, 0) + first_items[:, None]),
         out_index=_flat(np.concatenate([_out_rows(i, g.num_rows, padded, geometry) for i, g in enumerate(groups)])),

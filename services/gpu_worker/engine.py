@@ -19,7 +19,7 @@ from kernels.paged_attention import TILE, shapes_agree
 from services.gpu_worker.attention_plan import PREFILL_GROUP_ROWS, Geometry
 from services.gpu_worker.batch import Chunk, EngineInfo, SampledToken
 from services.gpu_worker.kv_pool import KVPool, cache_dtype, num_blocks_for
-from services.gpu_worker.model.config import ConfigError, ModelConfig
+from services.gpu_worker.model.config import ConfigError, ModelConfig, NotNativeError
 from services.gpu_worker.model.decoder import Decoder
 from services.gpu_worker.sampler import Draw, sample
 from services.gpu_worker.step_inputs import SequenceError, build_step_inputs
@@ -67,7 +67,7 @@ class TorchEngine:
             torch.set_num_threads(num_threads)
         source = open_source(model)
         config = source.config
-        length = context_length(config, max_model_len)
+        length = context_length(config, max_model_len, windows=True)
         block_bytes = 2 * config.num_layers * config.num_kv_heads * config.head_dim * block_size * kv_dtype.itemsize
         num_blocks = num_blocks_for(kv_cache_bytes, block_bytes, USEFUL_CONTEXTS * -(-length // block_size))
         with torch.inference_mode(), memory_errors():
@@ -80,7 +80,9 @@ class TorchEngine:
                 head_dim=config.head_dim,
                 dtype=kv_dtype,
             )
-            variant = kernel_variant(source.identity, block_size=block_size, dtype="float32", kv_dtype=kv_dtype)
+            # longrope's frequencies follow from the context, so other lengths are other models
+            identity = f"{source.identity}-{length}" if config.rope.kind == "longrope" else source.identity
+            variant = kernel_variant(identity, block_size=block_size, dtype="float32", kv_dtype=kv_dtype)
             geometry = _geometry(config, num_blocks, block_size, length)
         info = EngineInfo(variant, config.vocab_size, length, block_size, num_blocks, "cpu")
         return cls(decoder, pool, geometry, info)
@@ -119,21 +121,18 @@ def memory_errors() -> Iterator[None]:
         raise
 
 
-def context_length(config: ModelConfig, asked: int | None) -> int:
-    """The context to serve: what is asked for, else all the model has. ConfigError if it has less."""
-    window = config.sliding_window
-    if asked is None:
-        if window is not None and window < config.max_position_embeddings:
-            log.warning("sliding-window attention is not supported: the context is cut to the window of %d", window)
-            return window
-        return config.max_position_embeddings
-    if not 1 <= asked <= config.max_position_embeddings:
-        raise ConfigError(f"max_model_len: {asked}, but the model's context is {config.max_position_embeddings}")
-    if window is not None and asked > window:
-        raise ConfigError(
-            f"sliding_window: {window} is not supported with max_model_len {asked}; give at most {window}"
+def context_length(config: ModelConfig, asked: int | None, windows: bool = False) -> int:
+    """The context to serve: what is asked for, else all the model has. ConfigError if it has less; NotNativeError if
+    there are layers with a sliding window that is shorter, and these are not supported."""
+    longest, window = config.max_position_embeddings, config.sliding_window
+    length = longest if asked is None else asked
+    if not 1 <= length <= longest:
+        raise ConfigError(f"max_model_len: {length}, but the model's context is {longest}")
+    if window is not None and length > window and not windows:
+        raise NotNativeError(
+            f"native kernels do not compute sliding windows (sliding_window: {window}; max_model_len up to that works)"
         )
-    return asked
+    return length
 
 
 def _geometry(config: ModelConfig, num_blocks: int, block_size: int, max_model_len: int) -> Geometry:
@@ -146,6 +145,7 @@ def _geometry(config: ModelConfig, num_blocks: int, block_size: int, max_model_l
         head_dim=config.head_dim,
         vocab_size=config.vocab_size,
         max_model_len=max_model_len,
+        window=config.sliding_window or 0,
     )
     for row_multiple in (4, 8):
         geometry = replace(geometry, row_multiple=row_multiple)

@@ -10,7 +10,7 @@ from kernels.native import build
 from kernels.native.build import NoNativeOps
 from kernels.native.library import NativeLibrary
 from services.gpu_worker.engine import TorchEngine
-from services.gpu_worker.model.config import ConfigError
+from services.gpu_worker.model.config import ConfigError, NotNativeError
 from services.gpu_worker.native_engine import NativeEngine
 from services.gpu_worker.weights.loader import Progress
 
@@ -30,16 +30,23 @@ def load_engine(
     progress: Progress | None = None,
     say: Callable[[str], None] = log.info,
 ) -> NativeEngine | TorchEngine:
-    """kind: "native", "torch", or "auto": native unless that is impossible. Libraries are kept in cache_dir/native.
+    """kind: "native", "torch", or "auto": native unless that is impossible, here or for this model.
+
+    Libraries are kept in cache_dir/native.
 
     ConfigError if native ops are asked for and cannot be had; else as the engines' own `load`.
     """
     library = None if kind == "torch" else _library(cache_dir / "native", kind == "native", say)
     if library is not None:
-        return NativeEngine.load(
-            model, library, num_threads=num_threads, kv_cache_bytes=kv_cache_bytes, block_size=block_size,
-            max_model_len=max_model_len, kv_cache_dtype=kv_cache_dtype, progress=progress,
-        )  # fmt: skip
+        try:
+            return NativeEngine.load(
+                model, library, num_threads=num_threads, kv_cache_bytes=kv_cache_bytes, block_size=block_size,
+                max_model_len=max_model_len, kv_cache_dtype=kv_cache_dtype, progress=progress,
+            )  # fmt: skip
+        except NotNativeError as e:
+            if kind == "native":
+                raise
+            log.warning("computing with torch, which is several times slower: %s", e)
     return TorchEngine.load(
         model, num_threads=num_threads, kv_cache_bytes=kv_cache_bytes, block_size=block_size,
         max_model_len=max_model_len, kv_cache_dtype=kv_cache_dtype, progress=progress,

@@ -40,6 +40,7 @@ class StepInputs:
     kv_rows: torch.Tensor  # int64 [N * Hkv], see kernels/kv_write.py
     started_blocks: torch.Tensor  # int64
     plans: tuple[TilePlan, ...]  # their rows, one after the other, are the N rows
+    window_plans: tuple[TilePlan, ...]  # the same for windowed layers
     sample_rows: torch.Tensor  # int64 [S]
     sample_chunks: tuple[int, ...]
 
@@ -65,6 +66,7 @@ def build_step_inputs(chunks: Seq[Chunk], geometry: Geometry) -> StepInputs:
         kv_rows=torch.from_numpy(_kv_rows(slots, geometry)),
         started_blocks=torch.from_numpy(slots[slots % geometry.block_size == 0] // geometry.block_size),
         plans=tuple(plan_attention(spans, geometry)),
+        window_plans=tuple(plan_attention(spans, geometry, geometry.window)) if geometry.window else (),
         sample_rows=torch.tensor([s.first_row + s.num_rows - 1 for s, _ in sampled], dtype=torch.int64),
         sample_chunks=tuple(i for _, i in sampled),
     )

@@ -55,6 +55,25 @@ def _forward(engine: AnyEngine, chunks: list[Chunk]) -> tuple[tuple[int, ...], t
         return inputs.sample_chunks, engine._decoder.forward(inputs, engine._pool)
 
 
+def logits_along(engine: AnyEngine, texts: list[list[int]], num_prompt: list[int], chunk: int = 13) -> torch.Tensor:
+    """[texts, steps, vocab_size]: what follows each prompt, in chunks, and each later token, one by one; all of them
+    together. Texts have as many tokens after their prompts as one another."""
+    runner = Runner(engine)
+    sequences = [runner.sequence(text, 1) for text in texts]
+    rows: list[list[torch.Tensor]] = [[] for _ in texts]
+    while open_ones := [i for i, s in enumerate(sequences) if s.num_computed < len(s.token_ids)]:
+        chunks = []
+        for i in open_ones:
+            done = sequences[i].num_computed
+            count = min(chunk, num_prompt[i] - done) if done < num_prompt[i] else 1
+            chunks.append(Chunk(sequences[i], done, count, sample=done + count >= num_prompt[i]))
+        for number, row in zip(*_forward(engine, chunks), strict=True):
+            rows[open_ones[number]].append(row)
+        for c in chunks:
+            c.seq.num_computed += c.count
+    return torch.stack([torch.stack(own) for own in rows])
+
+
 @contextlib.contextmanager
 def engine_threads(engine: AnyEngine, count: int) -> Iterator[None]:
     if isinstance(engine, NativeEngine):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,30 +12,8 @@ import numpy as np
 import torch
 import transformers
 
-LAYER_NAMES = {
-    "input_layernorm": "attn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "self_attn.q_norm": "attn_q_norm",
-    "self_attn.k_norm": "attn_k_norm",
-    "post_attention_layernorm": "ffn_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-}
-TOP_NAMES = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
-
-
-def gguf_name(name: str) -> str:
-    stem, _, kind = name.rpartition(".")
-    if stem not in TOP_NAMES and not stem.startswith("model.layers."):
-        return name
-    if stem in TOP_NAMES:
-        return f"{TOP_NAMES[stem]}.{kind}"
-    _, _, layer, part = stem.split(".", 3)
-    return f"blk.{layer}.{LAYER_NAMES[part]}.{kind}"
+PAIRS = ("llama", "granite", "smollm3")  # whose query and key projections the converter reorders
+ARCHITECTURES = {name: arch for arch, name in gguf.MODEL_ARCH_NAMES.items()}
 
 
 def halves_to_pairs(rows: torch.Tensor, heads: int) -> torch.Tensor:
@@ -50,34 +30,95 @@ def write_gguf(
     changes replace (or, with None, drop) tensors by their Hugging Face names, as types names them.
     """
     config = model.config
-    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
     writer = gguf.GGUFWriter(path, arch)
-    writer.add_block_count(config.num_hidden_layers)
-    writer.add_context_length(config.max_position_embeddings)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(heads)
-    writer.add_head_count_kv(kv_heads)
-    writer.add_key_length(head_dim)
-    writer.add_value_length(head_dim)
-    writer.add_rope_dimension_count(head_dim)
-    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    _add_metadata(writer, config)
+    _add_family_metadata(writer, config, arch)
+    names = gguf.get_tensor_name_map(ARCHITECTURES[arch], config.num_hidden_layers)
     tensors: dict[str, Any] = dict(model.state_dict())
     if config.tie_word_embeddings:
         del tensors["lm_head.weight"]
     for name, tensor in (tensors | (changes or {})).items():
         if tensor is not None:
-            if arch == "llama" and ".q_proj." in name:
-                tensor = halves_to_pairs(tensor, heads)
-            elif arch == "llama" and ".k_proj." in name:
-                tensor = halves_to_pairs(tensor, kv_heads)
-            _add(writer, gguf_name(name), tensor.contiguous(), (types or {}).get(name, type_name))
+            for file_name, part in _converted(name, tensor, config, arch):
+                known = names.get_name(file_name, try_suffixes=(".weight", ".bias")) or file_name
+                _add(writer, known, part.contiguous(), (types or {}).get(name, type_name))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+def _converted(name: str, tensor: torch.Tensor, config: Any, arch: str) -> Iterator[tuple[str, torch.Tensor]]:
+    if name.endswith(".experts.gate_up_proj"):  # transformers keeps a layer's experts in one tensor
+        at = f"blk.{name.split('.')[2]}.ffn_"
+        gate, up = tensor.chunk(2, dim=1)
+        yield f"{at}gate_exps.weight", gate
+        yield f"{at}up_exps.weight", up
+    elif name.endswith(".experts.down_proj"):
+        yield f"blk.{name.split('.')[2]}.ffn_down_exps.weight", tensor
+    elif arch in PAIRS and ".q_proj." in name:
+        yield name, halves_to_pairs(tensor, config.num_attention_heads)
+    elif arch in PAIRS and ".k_proj." in name:
+        yield name, halves_to_pairs(tensor, config.num_key_value_heads)
+    elif arch.startswith("gemma") and name.endswith("norm.weight"):
+        yield name, tensor + 1.0
+    else:
+        yield name, tensor
+
+
+def _add_metadata(writer: gguf.GGUFWriter, config: Any) -> None:
+    heads = config.num_attention_heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    rope = config.rope_parameters.get("full_attention", config.rope_parameters)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_key_length(head_dim)
+    writer.add_value_length(head_dim)
+    writer.add_rope_dimension_count(int(head_dim * rope.get("partial_rotary_factor", 1.0)))
+    writer.add_rope_freq_base(rope["rope_theta"])
+    if rope["rope_type"] == "linear":
+        writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
+        writer.add_rope_scaling_factor(rope["factor"])
+    if rope["rope_type"] == "yarn":
+        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+        writer.add_rope_scaling_factor(rope["factor"])
+        writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+    if hasattr(config, "rms_norm_eps"):
+        writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    else:
+        writer.add_layer_norm_eps(getattr(config, "layer_norm_eps", None) or config.norm_epsilon)
+
+
+def _add_family_metadata(writer: gguf.GGUFWriter, config: Any, arch: str) -> None:
+    if arch == "granite":
+        writer.add_attention_scale(config.attention_multiplier)
+        writer.add_embedding_scale(config.embedding_multiplier)
+        writer.add_residual_scale(config.residual_multiplier)
+        writer.add_logit_scale(config.logits_scaling)
+    if arch == "gemma2":
+        writer.add_attn_logit_softcapping(config.attn_logit_softcapping)
+        writer.add_final_logit_softcapping(config.final_logit_softcapping)
+    if arch in ("gemma2", "gemma3", "phi3") and config.sliding_window:
+        writer.add_sliding_window(config.sliding_window)
+    if (num_experts := getattr(config, "num_local_experts", 0) or getattr(config, "num_experts", 0)) > 0:
+        writer.add_expert_count(num_experts)
+        writer.add_expert_used_count(config.num_experts_per_tok)
+        if arch != "llama":
+            writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+    if arch == "qwen2moe":
+        writer.add_expert_shared_feed_forward_length(config.shared_expert_intermediate_size)
+    if config.rope_parameters.get("rope_type") == "longrope":
+        original = config.rope_parameters["original_max_position_embeddings"]
+        factor = config.max_position_embeddings / original
+        writer.add_rope_scaling_orig_ctx_len(original)
+        writer.add_rope_scaling_attn_factors(math.sqrt(1 + math.log(factor) / math.log(original)))
+        for kind in ("long", "short"):
+            factors = np.array(config.rope_parameters[f"{kind}_factor"], dtype=np.float32)
+            writer.add_tensor(f"rope_factors_{kind}.weight", factors)
 
 
 def _add(writer: gguf.GGUFWriter, name: str, tensor: torch.Tensor, type_name: str) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +11,8 @@ import torch
 
 from services.gpu_worker.batch import Chunk
 from services.gpu_worker.engine import TorchEngine, context_length
-from services.gpu_worker.model.config import ConfigError
-from services.gpu_worker.model.families import config_from_hf
+from services.gpu_worker.model.config import NotNativeError
+from services.gpu_worker.model.hf_config import config_from_hf
 from services.gpu_worker.step_inputs import SequenceError
 from tests.gpu_worker.test_model_config import HF
 from tests.gpu_worker.tiny_models import Runner, ids_of, prompts, save
@@ -132,14 +131,13 @@ def test_settings_are_refused_by_name(folder: Path, settings: dict[str, Any], me
         TorchEngine.load(folder, **({"kv_cache_bytes": 4 << 20} | settings))
 
 
-def test_a_sliding_window_never_takes_effect(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_context_longer_than_a_window_needs_windows() -> None:
     windowed = config_from_hf(HF | {"architectures": ["MistralForCausalLM"], "sliding_window": 100})
     assert context_length(windowed, 100) == 100
-    with pytest.raises(ConfigError, match="sliding_window"):
-        context_length(windowed, 101)
-    with caplog.at_level(logging.WARNING):
-        assert context_length(windowed, None) == 100
-    assert "window" in caplog.text
+    for asked in (101, None):
+        with pytest.raises(NotNativeError, match="sliding_window: 100"):
+            context_length(windowed, asked)
+    assert context_length(windowed, None, windows=True) == 256
     assert context_length(config_from_hf(HF), None) == 256
 
 

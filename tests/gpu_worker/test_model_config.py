@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
-from services.gpu_worker.model.config import ConfigError, ModelConfig
-from services.gpu_worker.model.families import config_from_gguf, config_from_hf
+from services.gpu_worker.model.config import ConfigError, LayerKind, ModelConfig, RopeConfig
+from services.gpu_worker.model.gguf_config import config_from_gguf
+from services.gpu_worker.model.hf_config import config_from_hf
 
 HF: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -24,6 +25,7 @@ HF: dict[str, Any] = {
     "torch_dtype": "bfloat16",
     "transformers_version": "4.40.0",
 }
+STABLELM = {"architectures": ["StableLmForCausalLM"], "rms_norm_eps": None}
 GGUF: dict[str, Any] = {
     "general.architecture": "llama",
     "llama.block_count": 2,
@@ -79,20 +81,41 @@ def test_families_differ_in_switches() -> None:
     biased = hf(attention_bias=True, mlp_bias=True)
     assert biased.qkv_bias and biased.out_bias and biased.mlp_bias
     assert gguf({"blk.0.attn_q.bias": (64,)}).qkv_bias
-    assert gguf({"blk.0.attn_q_norm.weight": (16,)}).qk_norm
+    assert all(kind == LayerKind() for kind in biased.layers)
+    factors = {"attention_multiplier": 0.5, "logits_scaling": 4, "residual_multiplier": 3}
+    granite = hf(architectures=["GraniteForCausalLM"], **factors)
+    assert granite.query_scale == 0.5 and granite.logit_scale == 0.25 and granite.residual_scale == 3.0
+    assert hf().query_scale == 0.25
+
+
+def test_layers_differ_by_pattern() -> None:
+    smollm3 = hf(architectures=["SmolLM3ForCausalLM"], num_hidden_layers=8)
+    assert [i for i, kind in enumerate(smollm3.layers) if not kind.rotary] == [3, 7]
+    gemma3 = hf(architectures=["Gemma3ForCausalLM"], num_hidden_layers=7, head_dim=16, hidden_act=None)
+    assert [i for i, kind in enumerate(gemma3.layers) if not kind.windowed] == [5]
+    assert gemma3.rope.theta == 1e6 and gemma3.local_rope == RopeConfig(10000.0)
+    moe = hf(architectures=["Qwen3MoeForCausalLM"], num_hidden_layers=5, decoder_sparse_step=2, mlp_only_layers=[3])
+    assert [i for i, kind in enumerate(moe.layers) if kind.sparse] == [1]
+    assert moe.experts is not None and moe.experts.num_experts == 128 and not moe.experts.renormalize
 
 
 def test_sliding_windows() -> None:
-    def mistral(**changes: Any) -> int | None:
-        return hf(architectures=["MistralForCausalLM"], **changes).sliding_window
+    def of(config: ModelConfig) -> tuple[int | None, list[bool]]:
+        return config.sliding_window, [kind.windowed for kind in config.layers]
 
-    assert mistral() == 4096  # what transformers assumes
-    assert mistral(sliding_window=None) is None
-    assert mistral(sliding_window=128) == 128
-    assert qwen2(sliding_window=128, max_window_layers=1).sliding_window is None
-    assert qwen2(sliding_window=128, use_sliding_window=True).sliding_window == 128
-    assert qwen2(sliding_window=128, layer_types=["full_attention", "full_attention"]).sliding_window is None
-    assert qwen2(sliding_window=128, layer_types=["full_attention", "sliding_attention"]).sliding_window == 128
+    def mistral(**changes: Any) -> tuple[int | None, list[bool]]:
+        return of(hf(architectures=["MistralForCausalLM"], **changes))
+
+    assert mistral() == (4096, [True, True])  # what transformers assumes
+    assert mistral(sliding_window=None) == (None, [False, False])
+    assert mistral(sliding_window=128) == (128, [True, True])
+    on = {"sliding_window": 128, "use_sliding_window": True}
+    assert of(qwen2(sliding_window=128, max_window_layers=1)) == (None, [False, False])
+    assert of(qwen2(**on, max_window_layers=1)) == (128, [False, True])
+    assert of(qwen2(**on)) == (None, [False, False])  # the first 28 layers are not
+    assert of(qwen2(**on, layer_types=["full_attention", "full_attention"])) == (None, [False, False])
+    assert of(qwen2(**on, layer_types=["sliding_attention", "full_attention"])) == (128, [True, False])
+    assert of(gguf(**{"llama.attention.sliding_window": 64})) == (64, [True, True])
 
 
 @pytest.mark.parametrize("value", [True, False, None])
@@ -115,8 +138,22 @@ def test_what_changes_nothing_may_be_there() -> None:
         ({"logit_scale": 0.0625}, "logit_scale"),
         ({"auto_map": {"AutoModel": "x.Y"}}, "auto_map"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
-        ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, "rope_scaling.*yarn"),
-        ({"rope_scaling": {"rope_type": "dynamic", "factor": 4.0}}, "rope_scaling.*dynamic"),
+        ({"rope_scaling": {"type": "su", "factor": 4.0}}, "rope_scaling.*su"),
+        ({"rope_scaling": {"type": "yarn", "factor": 4.0, "beta_slow": 0}}, "rope_scaling"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "attn_factor": 1.0}}, "attn_factor"),
+        ({"rope_scaling": {"rope_type": "longrope", "short_factor": [1.0], "long_factor": [2.0]}}, "short_factors"),
+        ({"rope_scaling": {"rope_type": "longrope", "short_factor": ["x"]}}, "short_factor"),
+        ({"sliding_window": 8}, "sliding_window"),  # llama has none
+        ({"query_pre_attn_scalar": 256}, "query_pre_attn_scalar"),
+        ({"architectures": ["SmolLM3ForCausalLM"], "no_rope_layers": [1]}, "no_rope_layers"),
+        ({"architectures": ["MistralForCausalLM"], "layer_types": ["full_attention"]}, "layer_types: 1 entries"),
+        ({"architectures": ["MistralForCausalLM"], "sliding_window": -1}, "sliding_window"),
+        ({"architectures": ["MixtralForCausalLM"], "num_experts_per_tok": 9}, "num_experts_per_tok: 9 of 8"),
+        ({"architectures": ["MixtralForCausalLM"], "num_local_experts": 1 << 30}, "num_experts"),
+        (STABLELM | {"use_parallel_residual": True}, "use_parallel_residual"),
+        (STABLELM | {"qk_layernorm": True}, "qk_layernorm"),
+        ({"architectures": ["Phi3ForCausalLM"], "full_attn_mod": 2}, "full_attn_mod"),
+        ({"architectures": ["Phi3ForCausalLM"], "partial_rotary_factor": 1.5}, "partial_rotary_factor"),
         ({"rope_scaling": {"rope_type": "linear"}}, "rope_parameters.factor is missing"),
         ({"rope_scaling": {"rope_type": "default", "mrope_section": [1, 2]}}, "mrope_section"),
         ({"rope_scaling": {"type": "linear", "rope_type": "default"}}, "rope_parameters.type"),
@@ -141,12 +178,15 @@ def test_hf_keys_are_understood_or_refused(changes: dict[str, Any], key: str) ->
 @pytest.mark.parametrize(
     ("changes", "key"),
     [
-        ({"general.architecture": "gemma"}, "general.architecture: 'gemma'"),
+        ({"general.architecture": "gpt2"}, "general.architecture: 'gpt2'"),
+        ({"general.architecture": 7}, "general.architecture: 7"),
         ({"split.count": 2}, "split.count"),
-        ({"llama.expert_count": 8}, "llama.expert_count"),
+        ({"llama.expert_count": 8}, "num_experts_per_tok: 0 of 8"),
+        ({"llama.embedding_scale": 2.0}, "llama.embedding_scale"),
+        ({"llama.block_count": 1 << 40}, "llama.block_count"),
         ({"llama.rope.dimension_count": 8}, "llama.rope.dimension_count"),
         ({"llama.attention.value_length": 32}, "llama.attention.value_length"),
-        ({"llama.rope.scaling.type": "yarn"}, "rope.scaling.type.*yarn"),
+        ({"llama.rope.scaling.type": "su"}, "rope.scaling.type.*su"),
         ({"llama.attention.head_count_kv": [2, 2]}, "llama.attention.head_count_kv"),
         ({"llama.logit_scale": 2.0}, "llama.logit_scale"),
         ({"llama.vocab_size": 99}, "llama.vocab_size"),

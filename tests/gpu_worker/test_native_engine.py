@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from kernels.native import build as native_build
 from services.gpu_worker.batch import Chunk
 from services.gpu_worker.engine import TorchEngine
 from services.gpu_worker.engines import load_engine
-from services.gpu_worker.model.config import ConfigError
+from services.gpu_worker.model.config import ConfigError, NotNativeError
 from services.gpu_worker.native_engine import NativeEngine
 from services.gpu_worker.step_inputs import SequenceError
 from services.gpu_worker.weights.source import WeightsError
@@ -98,7 +99,7 @@ def test_gate_and_up_of_different_types(tmp_path: Path, other: str) -> None:
 def test_untied_heads_biases_and_left_over_tensors(tmp_path: Path) -> None:
     model = build("llama-biases")
     write_gguf(model, tmp_path / "model.gguf", changes={"model.layers.1.self_attn.o_proj.bias": None})
-    with pytest.raises(WeightsError, match=r"o_proj.bias.*expected, found None"):
+    with pytest.raises(WeightsError, match=r"blk.1.attn_output.bias.*expected, found None"):
         load_native(tmp_path / "model.gguf", kv_cache_bytes=1 << 20)
     write_gguf(model, tmp_path / "model.gguf", changes={"something.weight": torch.zeros(4, 4)})
     with pytest.raises(WeightsError, match="no place in this architecture: something"):
@@ -174,3 +175,41 @@ def test_without_a_compiler_torch_computes_and_says_so_once(
         ]
         with pytest.raises(ConfigError, match="native is not possible here: no C compiler"):
             load_engine("native", tmp_path, tmp_path / "new", num_threads=1)
+
+
+@pytest.mark.parametrize(
+    ("name", "what"),
+    [
+        ("mistral-window", "sliding windows (sliding_window: 20; max_model_len up to that works)"),
+        ("smollm3", "layers without rotary embedding"),
+        ("granite", "a scaled embedding, scaled residuals"),
+        ("olmo2", "norms after attention and feed-forward part, a norm of all query heads together"),
+        ("mixtral", "a mixture of experts"),
+        ("starcoder2", "layer norm, the activation gelu_tanh, a feed-forward part without a gate"),
+        ("phi3-longrope", "rotary frequencies that follow from the context (longrope)"),
+    ],
+)
+def test_what_native_kernels_do_not_compute_torch_does(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str, what: str
+) -> None:
+    best_library()
+    save(name, tmp_path)
+    with torch_threads(1), caplog.at_level(logging.WARNING):
+        engine = load_engine("auto", tmp_path, FOLDER.parent, num_threads=1, kv_cache_bytes=1 << 20)
+        assert isinstance(engine, TorchEngine)
+        reason = f"native kernels do not compute {what}"
+        lines = [r.message for r in caplog.records if r.name.startswith("services.")]
+        assert lines == [f"computing with torch, which is several times slower: {reason}"]
+        with pytest.raises(NotNativeError, match=re.escape(reason)):
+            load_engine("native", tmp_path, FOLDER.parent, num_threads=1, kv_cache_bytes=1 << 20)
+
+
+def test_a_window_that_is_never_left_is_none(tmp_path: Path) -> None:
+    save("mistral-window", tmp_path)
+    with torch_threads(1):
+        texts = prompts(3, high=19)
+        got, want = (
+            last_logits(load(tmp_path, kv_cache_bytes=1 << 20, max_model_len=20), texts)
+            for load in (load_native, load_torch)
+        )
+    torch.testing.assert_close(got, want, atol=0.03, rtol=0)

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from kernels.matmul_dense import matmul_dense
-from services.gpu_worker.model.layers import DecoderWeights, Linear
+from services.gpu_worker.model.layers import DecoderWeights, FeedForwardWeights, Linear
 from services.gpu_worker.weights.loader import load_weights, open_source
 from services.gpu_worker.weights.source import WeightsError
 from tests.gpu_worker.gguf_files import write_gguf
@@ -38,17 +38,19 @@ def dense(linear: Linear) -> torch.Tensor:
 
 def assert_equal_to(weights: DecoderWeights, state: dict[str, torch.Tensor]) -> None:
     assert torch.equal(weights.embedding, state["model.embed_tokens.weight"])
-    assert torch.equal(weights.final_norm, state["model.norm.weight"])
+    assert torch.equal(weights.final_norm.weight, state["model.norm.weight"])
     for i, layer in enumerate(weights.layers):
+        assert isinstance(layer.ffn, FeedForwardWeights)
         prefix = f"model.layers.{i}."
         qkv = torch.cat([state[f"{prefix}self_attn.{name}_proj.weight"] for name in "qkv"])
         assert torch.equal(dense(layer.qkv), qkv)
         gate_up = torch.cat([state[f"{prefix}mlp.{name}_proj.weight"] for name in ("gate", "up")])
-        assert torch.equal(dense(layer.gate_up), gate_up)
+        assert torch.equal(dense(layer.ffn.into), gate_up)
         assert torch.equal(dense(layer.out), state[f"{prefix}self_attn.o_proj.weight"])
-        assert torch.equal(dense(layer.down), state[f"{prefix}mlp.down_proj.weight"])
-        assert torch.equal(layer.attn_norm, state[f"{prefix}input_layernorm.weight"])
-        assert torch.equal(layer.ffn_norm, state[f"{prefix}post_attention_layernorm.weight"])
+        assert torch.equal(dense(layer.ffn.down), state[f"{prefix}mlp.down_proj.weight"])
+        assert layer.attn_norm is not None and layer.ffn_norm is not None
+        assert torch.equal(layer.attn_norm.weight, state[f"{prefix}input_layernorm.weight"])
+        assert torch.equal(layer.ffn_norm.weight, state[f"{prefix}post_attention_layernorm.weight"])
 
 
 def test_both_formats_load_what_was_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -74,10 +76,10 @@ def test_biases_and_norms(tmp_path: Path) -> None:
                 bias = torch.cat([state[f"{attn}{p}_proj.bias"] for p in "qkv"])
                 assert layer.qkv.bias is not None and torch.equal(layer.qkv.bias, bias)
             if name == "qwen3":
-                assert layer.k_norm is not None and torch.equal(layer.k_norm, state[f"{attn}k_norm.weight"])
+                assert layer.k_norm is not None and torch.equal(layer.k_norm.weight, state[f"{attn}k_norm.weight"])
             if name == "llama-biases":
-                assert layer.down.bias is not None
-                assert torch.equal(layer.down.bias, state["model.layers.1.mlp.down_proj.bias"])
+                assert isinstance(layer.ffn, FeedForwardWeights) and layer.ffn.down.bias is not None
+                assert torch.equal(layer.ffn.down.bias, state["model.layers.1.mlp.down_proj.bias"])
 
 
 @pytest.mark.parametrize(

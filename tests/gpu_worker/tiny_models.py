@@ -25,6 +25,21 @@ SIZES = {
     "bos_token_id": None,
     "pad_token_id": None,
 }
+PLAIN = {"rope_type": "default", "rope_theta": 10000.0}
+LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 3.0}
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
+LONGROPE = PLAIN | {
+    "rope_type": "longrope", "short_factor": [1.0, 1.1, 1.2, 1.3], "long_factor": [1.0, 2.0, 3.0, 4.5],
+    "original_max_position_embeddings": 32,
+}  # fmt: skip
+WINDOW = 20
+GRANITE = {
+    "attention_multiplier": 0.2, "embedding_multiplier": 3.0, "residual_multiplier": 0.4, "logits_scaling": 2.0,
+}  # fmt: skip
+GEMMA2 = {"head_dim": 16, "sliding_window": WINDOW, "query_pre_attn_scalar": 12}
+GEMMA3 = {"head_dim": 16, "sliding_window": WINDOW, "query_pre_attn_scalar": 12, "num_hidden_layers": 4,
+          "sliding_window_pattern": 2}  # fmt: skip
+EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {"head_dim": 16}),
     "llama-tied": ("Llama", {"tie_word_embeddings": True, "head_dim": 8}),
@@ -47,13 +62,59 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("Qwen2", {"num_key_value_heads": 1}),
     "qwen3": ("Qwen3", {"head_dim": 16, "num_key_value_heads": 6}),
 }
+# Families and switches that only torch's engine computes, or whose text says nothing that logits do not.
+MORE_ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama-yarn": ("Llama", {"rope_parameters": YARN}),
+    "llama-yarn-mscale": (
+        "Llama",
+        {"rope_parameters": YARN | {"mscale": 0.8, "mscale_all_dim": 0.6, "beta_fast": 16, "truncate": False}},
+    ),
+    "llama-dynamic": ("Llama", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}}),
+    "mistral-window": ("Mistral", {"sliding_window": WINDOW}),
+    "qwen2-windows": ("Qwen2", {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1}),
+    "qwen3-tied": ("Qwen3", {"head_dim": 16, "attention_bias": True, "tie_word_embeddings": True}),
+    "smollm3": ("SmolLM3", {"no_rope_layer_interval": 2}),
+    "smollm3-untied": ("SmolLM3", {"no_rope_layers": [0, 1, 0], "tie_word_embeddings": False}),
+    "granite": ("Granite", GRANITE),
+    "granite-tied": ("Granite", GRANITE | {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
+    "olmo2": ("Olmo2", {}),
+    "olmo2-tied": ("Olmo2", {"tie_word_embeddings": True}),
+    "olmo3": ("Olmo3", {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"] * 2}
+                        | {"num_hidden_layers": 4}),
+    "phi3": ("Phi3", {"rope_parameters": PLAIN}),
+    "phi3-window": ("Phi3", {"sliding_window": WINDOW, "rope_parameters": PLAIN | {"partial_rotary_factor": 0.5}}),
+    "phi3-longrope": ("Phi3", {"original_max_position_embeddings": 32, "rope_parameters": LONGROPE}),
+    "gemma": ("Gemma", {"head_dim": 16}),
+    "gemma2": ("Gemma2", GEMMA2),
+    "gemma2-untied": ("Gemma2", GEMMA2 | {"tie_word_embeddings": False, "attn_logit_softcapping": 2.0}),
+    "gemma3": ("Gemma3", GEMMA3),
+    "gemma3-linear": (
+        "Gemma3",
+        GEMMA3 | {"tie_word_embeddings": False}
+        | {"rope_parameters": {"full_attention": LINEAR, "sliding_attention": PLAIN}},
+    ),
+    "stablelm": ("StableLm", {"num_attention_heads": 3, "num_key_value_heads": 3}),
+    "stablelm-bias": (
+        "StableLm",
+        {"use_qkv_bias": True, "tie_word_embeddings": True, "rope_parameters": PLAIN | {"partial_rotary_factor": 0.5}},
+    ),
+    "starcoder2": ("Starcoder2", {}),
+    "starcoder2-window": ("Starcoder2", {"sliding_window": WINDOW, "use_bias": False, "tie_word_embeddings": False}),
+    "mixtral": ("Mixtral", {"num_local_experts": 4}),
+    "mixtral-tied": ("Mixtral", {"num_local_experts": 5, "num_experts_per_tok": 1, "tie_word_embeddings": True}),
+    "qwen2-moe": ("Qwen2Moe", EXPERTS | {"shared_expert_intermediate_size": 24}),
+    "qwen3-moe": ("Qwen3Moe", EXPERTS | {"head_dim": 8, "norm_topk_prob": True, "mlp_only_layers": [1]}),
+    "qwen3-moe-tied": ("Qwen3Moe", EXPERTS | {"head_dim": 8, "decoder_sparse_step": 2, "tie_word_embeddings": True}),
+}  # fmt: skip
 
 
 def build(name: str, seed: int = 0, **changes: Any) -> transformers.PreTrainedModel:
     """A random model; its weights are large enough that greedy text does not fall into a loop at once."""
-    architecture, settings = ARCHITECTURES[name]
-    config = getattr(transformers, f"{architecture}Config")(**(SIZES | {"initializer_range": 0.2} | settings | changes))
+    architecture, settings = (ARCHITECTURES | MORE_ARCHITECTURES)[name]
+    config_class = f"{architecture}{'Text' if architecture == 'Gemma3' else ''}Config"
+    config = getattr(transformers, config_class)(**(SIZES | {"initializer_range": 0.2} | settings | changes))
     torch.manual_seed(seed)
+    config._attn_implementation = "eager"  # the one that soft-caps
     model = getattr(transformers, f"{architecture}ForCausalLM")(config).float().eval()
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():

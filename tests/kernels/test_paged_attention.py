@@ -42,8 +42,11 @@ def spans_of(sizes: list[tuple[int, int]], g: Geometry) -> list[QuerySpan]:
     return spans
 
 
-def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spans: list[QuerySpan], g: Geometry) -> torch.Tensor:
-    return torch.cat([paged_attention(q, k, v, plan, 0.3) for plan in plan_attention(spans, g)])
+def attend(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spans: list[QuerySpan], g: Geometry, softcap: float = 0.0,
+    window: int = 0,
+) -> torch.Tensor:  # fmt: skip
+    return torch.cat([paged_attention(q, k, v, plan, 0.3, softcap) for plan in plan_attention(spans, g, window)])
 
 
 SIZES = [(0, 1), (63, 1), (64, 1), (130, 1), (0, 63), (100, 2), (50, 100), (0, 33)]
@@ -76,6 +79,25 @@ def test_against_the_specification(g: Geometry) -> None:
         torch.testing.assert_close(attend(q, k, v, spans, g), want, atol=2e-6, rtol=2e-5)
 
 
+@pytest.mark.parametrize("window", [1, 5, 64, 70, 129, 1000])
+@pytest.mark.parametrize("softcap", [0.0, 2.0])
+def test_windows_and_soft_caps(window: int, softcap: float) -> None:
+    torch.manual_seed(2)
+    g = geometry()
+    k, v = caches(g)
+    spans = spans_of(SIZES, g)
+    q = torch.randn(sum(s.num_rows for s in spans), g.num_heads, g.head_dim)
+    want = paged_attention_reference(q, k, v, spans, 0.3, softcap, window)
+    torch.testing.assert_close(attend(q, k, v, spans, g, softcap, window), want, atol=3e-6, rtol=3e-5)
+
+
+def test_a_window_leaves_out_tiles() -> None:
+    g = geometry()
+    spans = spans_of([(500, 1), (300, 40)], g)
+    assert [plan.item_group.numel() for plan in plan_attention(spans, g, 64)] == [2, 5]
+    assert [plan.item_group.numel() for plan in plan_attention(spans, g)] == [8, 12]
+
+
 def test_float16_cache() -> None:
     g = geometry()
     k, v = caches(g, torch.float16)
@@ -85,6 +107,7 @@ def test_float16_cache() -> None:
     torch.testing.assert_close(attend(q, k, v, spans, g), want, atol=2e-6, rtol=2e-5)
 
 
+@pytest.mark.parametrize("window", [0, 50])
 @pytest.mark.parametrize(
     "g",
     [
@@ -95,7 +118,7 @@ def test_float16_cache() -> None:
     ],
     ids=str,
 )
-def test_a_row_has_one_result(g: Geometry) -> None:
+def test_a_row_has_one_result(g: Geometry, window: int) -> None:
     """The same query at the same position: decoded alone, in a batch, inside chunks cut in every way; by bits."""
     torch.manual_seed(1)
     if not shapes_agree((g.padded_group_rows(1), g.padded_group_rows(PREFILL_GROUP_ROWS)), g.head_dim):
@@ -104,19 +127,21 @@ def test_a_row_has_one_result(g: Geometry) -> None:
     total = 200
     whole = spans_of([(0, total)], g)[0]
     q = torch.randn(total, g.num_heads, g.head_dim)
-    want = attend(q, k, v, [whole], g)
+    want = attend(q, k, v, [whole], g, window=window)
     for threads in (1, 2):
         with torch_threads(threads):
             for position in (0, 1, 63, 64, 65, 127, 199):
                 alone = QuerySpan(0, 1, position, whole.block_ids)
-                assert torch.equal(attend(q[position : position + 1], k, v, [alone], g)[0], want[position])
+                got = attend(q[position : position + 1], k, v, [alone], g, window=window)
+                assert torch.equal(got[0], want[position])
             rows = list(range(0, total, 6))
             batch = [QuerySpan(i, 1, position, whole.block_ids) for i, position in enumerate(rows)]
-            assert torch.equal(attend(q[rows], k, v, batch, g), want[rows])
+            assert torch.equal(attend(q[rows], k, v, batch, g, window=window), want[rows])
             for cuts in ([0, 16, 33, 100, 200], [0, 2, 64, 65, 200], [0, 199, 200]):
                 for start, end in zip(cuts, cuts[1:], strict=False):
                     chunk = QuerySpan(0, end - start, start, whole.block_ids)
-                    assert torch.equal(attend(q[start:end], k, v, [chunk], g), want[start:end]), (start, end)
+                    got = attend(q[start:end], k, v, [chunk], g, window=window)
+                    assert torch.equal(got, want[start:end]), (start, end)
 
 
 def test_split_plans_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -49,6 +49,9 @@ def test_no_conflict_marker() -> None:
     assert places(CONFLICTS) == []
 
 
+NAMED_ONLY = {("services/gpu_worker/model/families.py", "'auto_map'")}  # as a key that is not looked at
+
+
 def dangers(tree: ast.AST) -> list[str]:
     """Ways to run what comes from outside as code: deserialisers that execute, eval, code from model folders."""
     found = []
@@ -72,7 +75,7 @@ def dangers(tree: ast.AST) -> list[str]:
 
 @pytest.mark.parametrize("path", python_files())
 def test_nothing_from_outside_is_run_as_code(path: str) -> None:
-    assert dangers(tree_of(path)) == []
+    assert [danger for danger in dangers(tree_of(path)) if (path, danger.partition(": ")[2]) not in NAMED_ONLY] == []
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
-"""What a decoder computes, as numbers and switches; read from a `config.json` or from GGUF metadata. *Pure.*
+"""What a decoder computes, as numbers and switches; `hf_config` and `gguf_config` read it from a model's files. *Pure.*
 
-A key that changes the computation is understood or refused by name (`ConfigError`), never ignored: a key that is in
-neither of a family's tables is refused unless its value says "off". Knows no tensors.
+A key that changes the computation is understood or refused by name (`ConfigError`), never ignored: a key that nobody
+took is refused unless its value says "off". Knows no tensors.
 """
 
 from __future__ import annotations
@@ -15,16 +15,78 @@ class ConfigError(ValueError):
     """The model asks for something that is not supported, or its configuration is wrong; the message names the key."""
 
 
+class NotNativeError(ConfigError):
+    """Native ops cannot compute this model, though torch's can; the message says what stands in the way."""
+
+
 @dataclass(frozen=True, slots=True)
 class RopeConfig:
-    """Rotary frequencies: theta^(-2i/D), scaled by kind ("default", "linear" or "llama3")."""
+    """Rotary frequencies theta^(-2i/R), changed by kind: default, linear, llama3, yarn or longrope.
+
+    attention_factor multiplies cosines and sines. The factors are what each of the R / 2 frequencies is divided by:
+    always, and in longrope one set for contexts up to original_max_position and another for longer ones.
+    """
 
     theta: float = 10000.0
     kind: str = "default"
     factor: float = 1.0
-    low_freq_factor: float = 1.0
+    low_freq_factor: float = 1.0  # llama3
     high_freq_factor: float = 4.0
     original_max_position: int = 8192
+    attention_factor: float = 1.0
+    beta_fast: float = 32.0  # yarn
+    beta_slow: float = 1.0
+    truncate: bool = True
+    factors: tuple[float, ...] = ()
+    short_factors: tuple[float, ...] = ()
+    long_factors: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertConfig:
+    """A mixture of experts as the feed-forward part of some layers.
+
+    The router's scores are its softmax or sigmoid. Chosen are the best experts by score, plus a bias where there is
+    one, after leaving out all but the best groups; their weights are the scores, renormalised or not, times scale.
+    """
+
+    num_experts: int
+    num_used: int
+    intermediate_size: int
+    scoring: str = "softmax"  # or "sigmoid"
+    renormalize: bool = True
+    scale: float = 1.0
+    choice_bias: bool = False
+    num_groups: int = 1
+    num_used_groups: int = 1
+    group_score: str = "max"  # or "top2": the sum of a group's two best
+    shared_size: int = 0  # intermediate size of the expert that every token passes; 0: none
+    shared_gate: bool = False  # its output is weighed by a sigmoid of the input
+
+    def __post_init__(self) -> None:
+        for name in ("num_experts", "intermediate_size"):
+            if not 1 <= getattr(self, name) <= 1 << 20:
+                raise ConfigError(f"{name}: {getattr(self, name)} is not a sane size")
+        if not 1 <= self.num_used <= self.num_experts:
+            raise ConfigError(f"num_experts_per_tok: {self.num_used} of {self.num_experts} experts")
+        if not 1 <= self.num_used_groups <= self.num_groups or self.num_experts % self.num_groups:
+            raise ConfigError(f"n_group: {self.num_used_groups} of {self.num_groups} for {self.num_experts} experts")
+        if not 0 <= self.shared_size <= 1 << 24:
+            raise ConfigError(f"shared_expert_intermediate_size: {self.shared_size} is not a sane size")
+
+
+@dataclass(frozen=True, slots=True)
+class LayerKind:
+    """In what layers of one model differ."""
+
+    windowed: bool = False
+    rotary: bool = True
+    sparse: bool = False  # its feed-forward part is a mixture of experts
+
+
+PRE_NORMS = ("attn_norm", "ffn_norm")
+POST_NORMS = ("attn_post_norm", "ffn_post_norm")
+ALL_NORMS = (*PRE_NORMS, *POST_NORMS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,14 +100,28 @@ class ModelConfig:
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    rms_norm_eps: float
+    norm_eps: float
     max_position_embeddings: int
+    layers: tuple[LayerKind, ...]
     rope: RopeConfig = field(default_factory=RopeConfig)
+    local_rope: RopeConfig | None = None  # of windowed layers, where it is another
+    rotary_dim: int = 0  # the first dimensions of a head that turn; 0: all
+    norm: str = "rms"  # or "layer": mean subtracted, with a bias
+    norms: tuple[str, ...] = PRE_NORMS  # before attention and feed-forward part, or on what they add
     qkv_bias: bool = False
     out_bias: bool = False
     mlp_bias: bool = False
-    qk_norm: bool = False
+    qk_norm: str = ""  # "head": of each head's query and key; "row": of all heads' together
+    activation: str = "silu"  # or "gelu_tanh"
+    gated: bool = True
+    attention_scale: float = 0.0  # 0: 1 / sqrt(head_dim)
+    attention_softcap: float = 0.0  # 0: none
+    logit_softcap: float = 0.0
     sliding_window: int | None = None
+    embedding_scale: float = 1.0
+    residual_scale: float = 1.0
+    logit_scale: float = 1.0
+    experts: ExpertConfig | None = None
     tied: bool | None = None
 
     def __post_init__(self) -> None:
@@ -56,10 +132,36 @@ class ModelConfig:
             raise ConfigError(f"num_key_value_heads: {self.num_kv_heads} does not divide {self.num_heads} heads")
         if self.head_dim % 2 or not 2 <= self.head_dim <= 1024:
             raise ConfigError(f"head_dim: {self.head_dim} is not an even number from 2 to 1024")
-        if self.max_position_embeddings < 1 or not 0 < self.rms_norm_eps < 1 or not self.rope.theta > 0:
-            raise ConfigError("max_position_embeddings, rms_norm_eps or rope_theta is out of range")
-        if not self.rope.factor > 0 or not self.rope.low_freq_factor < self.rope.high_freq_factor:
-            raise ConfigError("rope_scaling: a factor is out of range")
+        if self.rotary_dim % 2 or not 0 <= self.rotary_dim <= self.head_dim:
+            raise ConfigError(f"partial_rotary_factor: {self.rotary_dim} of {self.head_dim} dimensions cannot turn")
+        if self.max_position_embeddings < 1 or not 0 < self.norm_eps < 1:
+            raise ConfigError("max_position_embeddings or rms_norm_eps is out of range")
+        if len(self.layers) != self.num_layers:
+            raise ConfigError(f"layer_types: {len(self.layers)} entries for {self.num_layers} layers")
+        if self.sliding_window is not None and self.sliding_window < 1:
+            raise ConfigError(f"sliding_window: {self.sliding_window} is not a number of tokens")
+        for rope in filter(None, (self.rope, self.local_rope)):
+            _check_rope(rope, (self.rotary_dim or self.head_dim) // 2)
+
+    @property
+    def turned(self) -> int:
+        """How many dimensions of a head turn."""
+        return self.rotary_dim or self.head_dim
+
+    @property
+    def query_scale(self) -> float:
+        return self.attention_scale or self.head_dim**-0.5
+
+
+def _check_rope(rope: RopeConfig, num_frequencies: int) -> None:
+    if not rope.theta > 0 or not rope.factor > 0 or not rope.attention_factor > 0 or rope.original_max_position < 1:
+        raise ConfigError("rope_scaling or rope_theta: a number is out of range")
+    if not rope.low_freq_factor < rope.high_freq_factor or not rope.beta_slow > 0 or not rope.beta_fast > 0:
+        raise ConfigError("rope_scaling: a factor is out of range")
+    for name in ("factors", "short_factors", "long_factors"):
+        factors = getattr(rope, name)
+        if factors and (len(factors) != num_frequencies or not all(0 < x < float("inf") for x in factors)):
+            raise ConfigError(f"rope_scaling: {name} must be {num_frequencies} positive numbers")
 
 
 class Keys:
@@ -90,6 +192,13 @@ class Keys:
         if value is None:
             raise ConfigError(f"{self._where}{key} is missing")
         return value
+
+    def numbers(self, key: str) -> tuple[float, ...]:
+        """A list of numbers; empty if the key is absent."""
+        values = self.take(key, list, [])
+        if not all(type(x) in (int, float) for x in values):
+            raise ConfigError(f"{self._where}{key}: a list of numbers expected")
+        return tuple(float(x) for x in values)
 
     def expect(self, key: str, *allowed: Any) -> None:
         """The key is absent or has one of these values; any other computation is not supported."""

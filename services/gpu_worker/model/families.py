@@ -1,201 +1,230 @@
-"""The architectures we know, as data: how each names and defaults what `ModelConfig` holds. *Pure.*
+"""The architectures we know, as data: in what each differs from Llama, and what its files call things. *Pure.*
 
-Llama, Mistral, Qwen2 and Qwen3 are one decoder with switches: biases, a norm of each head's query and key, and (in
-GGUF files of the llama architecture) another order of the rows of the query and key projections.
+One decoder computes them all. `hf_config` and `gguf_config` read a model's own numbers; what they cannot read there
+because it lies in the code that models are published with, stands here.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from services.gpu_worker.model.config import ConfigError, Keys, ModelConfig, RopeConfig
+from services.gpu_worker.model.config import ALL_NORMS, POST_NORMS, PRE_NORMS
+
+# Places of weights in a layer, with the names of Llama's checkpoints; {} is the number of an expert.
+LLAMA_NAMES: Mapping[str, str] = {
+    "attn_norm": "input_layernorm",
+    "q": "self_attn.q_proj",
+    "k": "self_attn.k_proj",
+    "v": "self_attn.v_proj",
+    "q_norm": "self_attn.q_norm",
+    "k_norm": "self_attn.k_norm",
+    "out": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "gate": "mlp.gate_proj",
+    "up": "mlp.up_proj",
+    "down": "mlp.down_proj",
+    "router": "mlp.gate",
+    "experts.{}.gate": "mlp.experts.{}.gate_proj",
+    "experts.{}.up": "mlp.experts.{}.up_proj",
+    "experts.{}.down": "mlp.experts.{}.down_proj",
+}
+POST_NORM_NAMES = {"attn_post_norm": "post_attention_layernorm", "ffn_post_norm": "post_feedforward_layernorm"}
+SANDWICH_NAMES = POST_NORM_NAMES | {"ffn_norm": "pre_feedforward_layernorm"}
 
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """`default_*` are what transformers assumes for an absent key (not for null); None: it follows from other keys."""
+    """reads: keys of a config.json that change the computation here and that other families do not have.
 
-    qkv_bias: bool = False  # always; elsewhere attention_bias says
-    qk_norm: bool = False
-    default_kv_heads: int | None = None
-    default_head_dim: int | None = None
-    default_window: int | None = None
-    window_needs_switch: bool = False  # use_sliding_window or layer_types
+    assumes: the values that transformers takes for absent keys (not for null ones).
+    full_every: where sliding windows are not listed by layer, every n-th layer sees everything; 0: none does.
+    """
+
+    # what is computed
+    norm: str = "rms"
+    norms: tuple[str, ...] = PRE_NORMS
+    norm_offset: float = 0.0  # added to the norms' weights in a Hugging Face folder
+    qkv_bias: bool = False  # always; elsewhere the configuration says
+    qk_norm: str = ""
+    gated: bool = True
+    scales_embedding: bool = False  # by sqrt(hidden_size)
+    full_every: int = 0
+    renormalize: bool = True  # the weights of chosen experts, where the configuration does not say
+    # how a config.json says it
+    reads: frozenset[str] = frozenset()
+    assumes: Mapping[str, Any] = field(default_factory=dict)
+    ignores: frozenset[str] = frozenset()
+    constants: Mapping[str, Any] = field(default_factory=dict)  # keys of published files, with the one value known
+    eps_key: str = "rms_norm_eps"
+    activation_key: str = "hidden_act"
+    # what the files call it
+    names: Mapping[str, str] = field(default_factory=lambda: LLAMA_NAMES)
+    fused: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # name -> places whose rows it holds in turn
     gguf_pairs: bool = False  # GGUF stores the rows of a head's query and key in rotary pairs, not in halves
+    gguf_fused: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    # what only llama.cpp's code says of GGUF files
+    gguf_no_rope_every: int = 0
+    gguf_activation: str = "silu"
+    gguf_local_theta: float = 0.0  # of windowed layers
+    gguf_wide_scale_layers: int = 0  # the depth of the model that scales by hidden_size / num_heads, not by head_dim
 
 
-LLAMA = Family(gguf_pairs=True)
-MISTRAL = Family(default_kv_heads=8, default_window=4096, gguf_pairs=True)
-QWEN2 = Family(qkv_bias=True, default_kv_heads=32, window_needs_switch=True)
-QWEN3 = Family(qk_norm=True, default_kv_heads=32, default_head_dim=128, window_needs_switch=True)
+def _reads(*keys: str) -> frozenset[str]:
+    return frozenset(keys)
 
-HF_FAMILIES = {
+
+def _named(changes: Mapping[str, str]) -> Mapping[str, str]:
+    """Llama's names with others; a place with an empty name does not exist."""
+    return {place: name for place, name in {**LLAMA_NAMES, **changes}.items() if name}
+
+
+_WINDOW = _reads("sliding_window", "layer_types")
+_BIASES = _reads("attention_bias", "mlp_bias")
+_EXPERTS = _reads("num_experts_per_tok", "moe_intermediate_size", "num_experts", "num_local_experts", "norm_topk_prob",
+                  "decoder_sparse_step", "mlp_only_layers")  # fmt: skip
+
+LLAMA = Family(reads=_BIASES, gguf_pairs=True)
+MISTRAL = Family(reads=_WINDOW, assumes={"num_key_value_heads": 8, "sliding_window": 4096}, gguf_pairs=True)
+QWEN2 = Family(
+    qkv_bias=True,
+    reads=_WINDOW | _reads("use_sliding_window", "max_window_layers"),
+    assumes={"num_key_value_heads": 32, "sliding_window": 4096, "use_sliding_window": False, "max_window_layers": 28},
+)
+QWEN3 = replace(
+    QWEN2, qkv_bias=False, qk_norm="head", reads=QWEN2.reads | _reads("attention_bias"),
+    assumes={**QWEN2.assumes, "head_dim": 128},
+)  # fmt: skip
+SMOLLM3 = Family(
+    reads=_BIASES | _WINDOW | _reads("use_sliding_window", "no_rope_layers", "no_rope_layer_interval"),
+    assumes={"num_key_value_heads": 4, "no_rope_layer_interval": 4, "rope_theta": 2000000.0},
+    gguf_pairs=True, gguf_no_rope_every=4,
+)  # fmt: skip
+GRANITE = Family(
+    reads=_BIASES | _reads("attention_multiplier", "embedding_multiplier", "residual_multiplier", "logits_scaling"),
+    assumes={"attention_multiplier": 1.0},
+    gguf_pairs=True,
+)
+OLMO2 = Family(
+    norms=POST_NORMS, qk_norm="row", reads=_reads("attention_bias"), assumes={"rms_norm_eps": 1e-5},
+    names=_named(POST_NORM_NAMES | {"attn_norm": "", "ffn_norm": ""}),
+)  # fmt: skip
+OLMO3 = replace(
+    OLMO2, reads=OLMO2.reads | _WINDOW, full_every=4,
+    assumes={"rms_norm_eps": 1e-5, "sliding_window": 4096, "rope_theta": 500000.0},
+)  # fmt: skip
+PHI3 = Family(
+    reads=_WINDOW | _reads("partial_rotary_factor", "original_max_position_embeddings"),
+    ignores=_reads("auto_map"),  # code that was published before transformers had its own
+    constants={"interpolate_factor": 1, "full_attn_mod": 1},
+    assumes={"rms_norm_eps": 1e-5},
+    fused={"self_attn.qkv_proj": ("q", "k", "v"), "mlp.gate_up_proj": ("gate", "up")},
+    gguf_fused={"attn_qkv": ("q", "k", "v"), "ffn_up": ("gate", "up")},
+)
+GEMMA = Family(
+    norm_offset=1.0, scales_embedding=True, reads=_reads("attention_bias"),
+    assumes={"num_key_value_heads": 16, "head_dim": 256, "hidden_act": "gelu_pytorch_tanh"},
+    gguf_activation="gelu_tanh",
+)  # fmt: skip
+GEMMA2 = replace(
+    GEMMA, norms=ALL_NORMS, activation_key="hidden_activation", full_every=2, names=_named(SANDWICH_NAMES),
+    reads=GEMMA.reads | _WINDOW
+    | _reads("query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping"),
+    assumes={
+        "num_key_value_heads": 4, "head_dim": 256, "hidden_activation": "gelu_pytorch_tanh", "sliding_window": 4096,
+        "query_pre_attn_scalar": 256, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0,
+    },
+    gguf_wide_scale_layers=46,
+)  # fmt: skip
+GEMMA3 = replace(
+    GEMMA2, qk_norm="head", full_every=6, gguf_local_theta=10000.0, gguf_wide_scale_layers=62,
+    reads=GEMMA2.reads | _reads("rope_local_base_freq", "sliding_window_pattern", "_sliding_window_pattern"),
+    assumes={
+        "num_key_value_heads": 4, "head_dim": 256, "hidden_activation": "gelu_pytorch_tanh", "sliding_window": 4096,
+        "query_pre_attn_scalar": 256, "rope_theta": 1000000.0, "rope_local_base_freq": 10000.0,
+    },
+)  # fmt: skip
+STABLELM = Family(
+    norm="layer", eps_key="layer_norm_eps", reads=_reads("use_qkv_bias", "partial_rotary_factor"),
+    assumes={"num_key_value_heads": 32, "layer_norm_eps": 1e-5, "partial_rotary_factor": 0.25},
+)  # fmt: skip
+STARCODER2 = Family(
+    norm="layer", eps_key="norm_epsilon", gated=False, reads=_WINDOW | _reads("use_bias"),
+    assumes={
+        "num_key_value_heads": 2, "norm_epsilon": 1e-5, "use_bias": True, "hidden_act": "gelu_pytorch_tanh",
+    },
+    constants={"mlp_type": "default", "norm_type": "layer_norm"},
+    names=_named({"up": "mlp.c_fc", "down": "mlp.c_proj"}),
+    gguf_activation="gelu_tanh",
+)  # fmt: skip
+MIXTRAL = replace(
+    MISTRAL, reads=_WINDOW | _reads("num_experts_per_tok", "num_local_experts"),
+    assumes={
+        "num_key_value_heads": 8, "num_local_experts": 8, "num_experts_per_tok": 2, "rope_theta": 1000000.0,
+        "rms_norm_eps": 1e-5,
+    },
+    names=_named({
+        "router": "block_sparse_moe.gate",
+        "experts.{}.gate": "block_sparse_moe.experts.{}.w1",
+        "experts.{}.up": "block_sparse_moe.experts.{}.w3",
+        "experts.{}.down": "block_sparse_moe.experts.{}.w2",
+    }),
+)  # fmt: skip
+QWEN3_MOE = replace(
+    QWEN3, reads=(QWEN3.reads | _EXPERTS) - _reads("use_sliding_window"),
+    assumes={
+        **QWEN2.assumes, "num_key_value_heads": 4, "num_experts": 128, "num_experts_per_tok": 8,
+        "moe_intermediate_size": 768, "norm_topk_prob": False,
+    },
+)  # fmt: skip
+QWEN2_MOE = replace(
+    QWEN2, renormalize=False,
+    reads=QWEN2.reads | _EXPERTS | _reads("qkv_bias", "shared_expert_intermediate_size"),
+    assumes={
+        **QWEN2.assumes, "num_key_value_heads": 16, "num_experts": 60, "num_experts_per_tok": 4,
+        "moe_intermediate_size": 1408, "shared_expert_intermediate_size": 5632, "norm_topk_prob": False,
+    },
+    names=_named({
+        "shared_gate": "mlp.shared_expert_gate",
+        "shared.gate": "mlp.shared_expert.gate_proj",
+        "shared.up": "mlp.shared_expert.up_proj",
+        "shared.down": "mlp.shared_expert.down_proj",
+    }),
+)  # fmt: skip
+
+HF_FAMILIES: Mapping[str, Family] = {
     "LlamaForCausalLM": LLAMA,
     "MistralForCausalLM": MISTRAL,
     "Qwen2ForCausalLM": QWEN2,
     "Qwen3ForCausalLM": QWEN3,
+    "SmolLM3ForCausalLM": SMOLLM3,
+    "GraniteForCausalLM": GRANITE,
+    "Olmo2ForCausalLM": OLMO2,
+    "Olmo3ForCausalLM": OLMO3,
+    "Phi3ForCausalLM": PHI3,
+    "GemmaForCausalLM": GEMMA,
+    "Gemma2ForCausalLM": GEMMA2,
+    "Gemma3ForCausalLM": GEMMA3,
+    "StableLmForCausalLM": STABLELM,
+    "Starcoder2ForCausalLM": STARCODER2,
+    "MixtralForCausalLM": MIXTRAL,
+    "Qwen2MoeForCausalLM": QWEN2_MOE,
+    "Qwen3MoeForCausalLM": QWEN3_MOE,
 }
-GGUF_FAMILIES = {"llama": LLAMA, "qwen2": QWEN2, "qwen3": QWEN3}
-
-# Keys that say nothing about how logits are computed from token ids.
-HF_INERT = frozenset(
-    {
-        "_attn_implementation",
-        "_name_or_path",
-        "architectures",
-        "attention_dropout",
-        "bos_token_id",
-        "chunk_size_feed_forward",
-        "classifier_dropout",
-        "dtype",
-        "eos_token_id",
-        "hidden_dropout",
-        "id2label",
-        "initializer_range",
-        "is_llama_config",
-        "label2id",
-        "max_window_layers",
-        "model_type",
-        "output_attentions",
-        "output_hidden_states",
-        "pad_token_id",
-        "pretraining_tp",
-        "problem_type",
-        "return_dict",
-        "torch_dtype",
-        "transformers.js_config",
-        "transformers_version",
-        "unk_token_id",
-        "use_cache",
-    }
-)
-ROPE_INERT = frozenset({"original_max_position_embeddings"})  # of the kinds that do not use it
-
-
-def config_from_hf(values: Mapping[str, Any]) -> ModelConfig:
-    """From the contents of a `config.json`."""
-    architectures = values.get("architectures") or ["none"]
-    family = HF_FAMILIES.get(architectures[0])
-    if family is None:
-        raise ConfigError(f"architectures: {architectures[0]} is not supported (known: {', '.join(HF_FAMILIES)})")
-    keys = Keys(values, "")
-    keys.expect("hidden_act", "silu")
-    keys.expect("partial_rotary_factor", 1.0, 1)
-    hidden_size, num_heads = keys.need("hidden_size", int), keys.need("num_attention_heads", int)
-    attention_bias = keys.take("attention_bias", bool, False)
-    absent_kv_heads = num_heads if "num_key_value_heads" in values else family.default_kv_heads or num_heads
-    config = ModelConfig(
-        vocab_size=keys.need("vocab_size", int),
-        hidden_size=hidden_size,
-        intermediate_size=keys.need("intermediate_size", int),
-        num_layers=keys.need("num_hidden_layers", int),
-        num_heads=num_heads,
-        num_kv_heads=keys.take("num_key_value_heads", int, absent_kv_heads),
-        head_dim=keys.take("head_dim", int, family.default_head_dim or hidden_size // max(1, num_heads)),
-        rms_norm_eps=keys.take("rms_norm_eps", float, 1e-6),
-        max_position_embeddings=keys.need("max_position_embeddings", int),
-        rope=_hf_rope(keys),
-        qkv_bias=family.qkv_bias or attention_bias,
-        out_bias=attention_bias,
-        mlp_bias=keys.take("mlp_bias", bool, False),
-        qk_norm=family.qk_norm,
-        sliding_window=_hf_window(keys, family, "sliding_window" in values),
-        tied=keys.take("tie_word_embeddings", bool),
-    )
-    keys.finish(HF_INERT)
-    return config
-
-
-def _hf_rope(keys: Keys) -> RopeConfig:
-    """Both spellings: rope_theta with rope_scaling, and the rope_parameters of transformers 5."""
-    theta = keys.take("rope_theta", float, 10000.0)
-    scaling, parameters = keys.take("rope_scaling", dict, {}), keys.take("rope_parameters", dict, {})
-    rope = Keys(scaling | parameters, "rope_parameters.")
-    kind = rope.take("rope_type", str) or rope.take("type", str) or "default"
-    rope.expect("type", kind)
-    theta = rope.take("rope_theta", float, theta)
-    rope.expect("partial_rotary_factor", 1.0, 1)
-    if kind == "default":
-        config = RopeConfig(theta)
-    elif kind == "linear":
-        config = RopeConfig(theta, kind, rope.need("factor", float))
-    elif kind == "llama3":
-        config = RopeConfig(
-            theta,
-            kind,
-            factor=rope.need("factor", float),
-            low_freq_factor=rope.need("low_freq_factor", float),
-            high_freq_factor=rope.need("high_freq_factor", float),
-            original_max_position=rope.need("original_max_position_embeddings", int),
-        )
-    else:
-        raise ConfigError(f"rope_scaling: type {kind!r} is not supported (known: default, linear, llama3)")
-    rope.finish(ROPE_INERT)
-    return config
-
-
-def _hf_window(keys: Keys, family: Family, given: bool) -> int | None:
-    """The sliding window of any layer, or None; a window in some layers only counts as one in all."""
-    window = keys.take("sliding_window", int, None if given else family.default_window)
-    switched_on = keys.take("use_sliding_window", bool, not family.window_needs_switch)
-    layer_types = keys.take("layer_types", list, [])
-    for layer_type in layer_types:
-        if layer_type not in ("full_attention", "sliding_attention"):
-            raise ConfigError(f"layer_types: {layer_type!r} is not supported")
-    if layer_types:
-        switched_on = "sliding_attention" in layer_types
-    return window if switched_on else None
-
-
-def config_from_gguf(metadata: Mapping[str, Any], tensors: Mapping[str, tuple[int, ...]]) -> ModelConfig:
-    """From a GGUF file's metadata and the shapes of its tensors."""
-    arch = metadata.get("general.architecture")
-    family = GGUF_FAMILIES.get(arch or "")
-    if family is None:
-        raise ConfigError(f"general.architecture: {arch!r} is not supported (known: {', '.join(GGUF_FAMILIES)})")
-    if metadata.get("split.count", 1) > 1:
-        raise ConfigError("split.count: a file split in several is not supported")
-    prefix = f"{arch}."
-    keys = Keys({k.removeprefix(prefix): v for k, v in metadata.items() if k.startswith(prefix)}, prefix)
-    hidden_size, num_heads = keys.need("embedding_length", int), keys.need("attention.head_count", int)
-    head_dim = keys.take("attention.key_length", int, hidden_size // max(1, num_heads))
-    keys.expect("attention.value_length", head_dim)
-    keys.expect("rope.dimension_count", head_dim)
-    embedding = tensors.get("token_embd.weight", (0,))
-    keys.expect("vocab_size", embedding[0])
-    config = ModelConfig(
-        vocab_size=embedding[0],
-        hidden_size=hidden_size,
-        intermediate_size=keys.need("feed_forward_length", int),
-        num_layers=keys.need("block_count", int),
-        num_heads=num_heads,
-        num_kv_heads=keys.take("attention.head_count_kv", int, num_heads),
-        head_dim=head_dim,
-        rms_norm_eps=keys.need("attention.layer_norm_rms_epsilon", float),
-        max_position_embeddings=keys.need("context_length", int),
-        rope=_gguf_rope(keys),
-        qkv_bias="blk.0.attn_q.bias" in tensors,
-        out_bias="blk.0.attn_output.bias" in tensors,
-        mlp_bias="blk.0.ffn_gate.bias" in tensors,
-        qk_norm="blk.0.attn_q_norm.weight" in tensors,
-        sliding_window=keys.take("attention.sliding_window", int) or None,
-    )
-    keys.expect("expert_count", 0)
-    keys.expect("expert_used_count", 0)
-    keys.finish(frozenset())
-    return config
-
-
-def _gguf_rope(keys: Keys) -> RopeConfig:
-    """llama3 scaling is a tensor of the file (rope_freqs.weight) instead of metadata."""
-    theta = keys.take("rope.freq_base", float, 10000.0)
-    kind, factor = keys.take("rope.scaling.type", str, "none"), keys.take("rope.scaling.factor", float, 1.0)
-    keys.take("rope.scaling.original_context_length", int)  # used by yarn alone
-    keys.expect("rope.scaling.finetuned", True, False)
-    if kind == "none":
-        return RopeConfig(theta)
-    if kind == "linear":
-        return RopeConfig(theta, kind, factor)
-    raise ConfigError(f"rope.scaling.type: {kind!r} is not supported (known: none, linear)")
+GGUF_FAMILIES: Mapping[str, Family] = {
+    "llama": LLAMA,  # Mistral and Mixtral too
+    "qwen2": QWEN2,
+    "qwen3": QWEN3,
+    "smollm3": SMOLLM3,
+    "granite": GRANITE,
+    "olmo2": OLMO2,
+    "phi3": PHI3,
+    "gemma": GEMMA,
+    "gemma2": GEMMA2,
+    "gemma3": GEMMA3,
+    "stablelm": STABLELM,
+    "starcoder2": STARCODER2,
+    "qwen2moe": QWEN2_MOE,
+    "qwen3moe": QWEN3_MOE,
+}

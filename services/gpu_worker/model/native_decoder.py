@@ -18,7 +18,7 @@ from kernels.gumbel_argmax import NativeOps
 from kernels.native.library import NativeLibrary, Pool
 from kernels.native.structs import Draw, Layer, Linear, Matrix, Model, NoiseKey, Step, address
 from services.gpu_worker.model.config import ModelConfig
-from services.gpu_worker.model.decoder import rope_tables
+from services.gpu_worker.model.rope import rope_tables
 from services.gpu_worker.native_inputs import NativeInputs
 from services.gpu_worker.weights.native_loader import NativeLayer, NativeLinear, NativeWeights
 
@@ -70,7 +70,7 @@ class NativeDecoder:
         self, config: ModelConfig, weights: NativeWeights, library: NativeLibrary, *, num_threads: int,
         num_blocks: int, block_size: int, max_model_len: int,
     ) -> None:  # fmt: skip
-        cos, signed_sin = rope_tables(config, weights.rope_factors, max_model_len)
+        cos, signed_sin = rope_tables(config, max_model_len)
         half = config.head_dim // 2
         self._kept: tuple[Any, ...] = (weights, cos[:, :half].contiguous(), signed_sin[:, half:].contiguous())
         slots = num_blocks * config.num_kv_heads * block_size
@@ -79,8 +79,8 @@ class NativeDecoder:
         self._layers = (Layer * config.num_layers)(*map(_layer, weights.layers, self.caches))
         self._model = Model(
             config.hidden_size, config.intermediate_size, config.num_layers, config.num_heads, config.num_kv_heads,
-            config.head_dim, config.vocab_size, block_size, config.rms_norm_eps,
-            config.head_dim**-0.5 * math.log2(math.e), address(self._kept[1]), address(self._kept[2]),
+            config.head_dim, config.vocab_size, block_size, config.norm_eps,
+            config.query_scale * math.log2(math.e), address(self._kept[1]), address(self._kept[2]),
             address(weights.final_norm), weights.embedding.matrix(), _linear(weights.head), self._layers,
         )  # fmt: skip
         self._library = library

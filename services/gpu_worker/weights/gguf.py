@@ -1,40 +1,32 @@
 """A GGUF file as a `WeightSource`: names translated, rotary rows put in halves, blocks turned into float32.
 
-The file is memory-mapped; a tensor is converted a run of rows at a time.
+Factors of rotary frequencies, which are tensors here, become part of the configuration. The file is memory-mapped; a
+tensor is converted a run of rows at a time.
 """
 
 from __future__ import annotations
 
 import mmap
+from dataclasses import replace
+from math import prod
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 
 from kernels.packed_weight import DENSE, Codes
-from services.gpu_worker.model.families import GGUF_FAMILIES, config_from_gguf
+from services.gpu_worker.model.config import ModelConfig
+from services.gpu_worker.model.gguf_config import config_from_gguf, gguf_family
+from services.gpu_worker.weights.names import gguf_names, place_parts
 from services.gpu_worker.weights.quant_layout import TYPES, decode_rows, dequantize
 from services.gpu_worker.weights.source import CHUNK_BYTES, WeightsError, file_identity
 from shared.gguf_header import GGML_TYPES, GGUFTensor, read_gguf
 
-_NAMES = {
-    "token_embd": "model.embed_tokens",
-    "output_norm": "model.norm",
-    "output": "lm_head",
-    "rope_freqs": "rope_factors",
-}
-_LAYER_NAMES = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
+_ROPE_FACTORS = {
+    "rope_freqs.weight": "factors",
+    "rope_factors_short.weight": "short_factors",
+    "rope_factors_long.weight": "long_factors",
 }
 _BLOCKS = {name: (elements, num_bytes) for name, elements, num_bytes in GGML_TYPES.values()}
 
@@ -42,26 +34,31 @@ _BLOCKS = {name: (elements, num_bytes) for name, elements, num_bytes in GGML_TYP
 class GGUFSource:
     def __init__(self, path: Path) -> None:
         header = read_gguf(path)
-        by_file_name = {t.name: t.shape for t in header.tensors.values()}
-        self.config = config_from_gguf(header.metadata, by_file_name)
-        self._in_pairs = GGUF_FAMILIES[header.metadata["general.architecture"]].gguf_pairs
-        self._tensors = {hf_name(t.name): t for t in header.tensors.values()}
-        self.shapes = {name: t.shape for name, t in self._tensors.items()}
-        for tensor in header.tensors.values():
+        tensors = dict(header.tensors)
+        for tensor in tensors.values():
             if tensor.type not in TYPES:
                 known = ", ".join(TYPES)
                 raise WeightsError(f"tensor {tensor.name!r}: type {tensor.type} is not supported (known: {known})")
-        header_bytes = min((t.offset_bytes for t in header.tensors.values()), default=0)
+        header_bytes = min((t.offset_bytes for t in tensors.values()), default=0)
         self.identity = file_identity(path, header_bytes).hex()
         # Copy-on-write: torch wants a writable array, the file stays as it is.
         with open(path, "rb") as file:
             self._file = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
         self._data = np.frombuffer(self._file, dtype=np.uint8)
+        family = gguf_family(header.metadata)
+        self._in_pairs = family.gguf_pairs
+        config = config_from_gguf(header.metadata, {t.name: t.shape for t in tensors.values()})
+        self.config = self._with_rope_factors(config, {name: tensors.pop(name, None) for name in _ROPE_FACTORS})
+        names = gguf_names(family, self.config)
+        self.file_name = names.name
+        self._tensors = tensors
+        self._parts = place_parts(names, self.config, {t.name: t.shape for t in tensors.values()})
+        self.shapes = {place: part.shape for place, part in self._parts.items()}
 
     def read_into(self, name: str, out: torch.Tensor) -> None:
-        tensor = self._tensors[name]
+        tensor = self._tensors[self._parts[name].name]
         elements, num_bytes = _BLOCKS[tensor.type]
-        blocks, flat = self._bytes(tensor).view(-1, num_bytes), out.view(-1, elements)
+        blocks, flat = self._bytes(*self._extent(name)).view(-1, num_bytes), out.view(-1, elements)
         step = max(1, CHUNK_BYTES // (4 * elements))
         for start in range(0, len(blocks), step):
             flat[start : start + step] = dequantize(tensor.type, blocks[start : start + step])
@@ -69,8 +66,8 @@ class GGUFSource:
             out.copy_(pairs_to_halves(out, self.config.head_dim))
 
     def stored(self, name: str, start: int, end: int) -> Codes | torch.Tensor:
-        tensor = self._tensors[name]
-        rows = self._bytes(tensor).view(tensor.shape[0], -1)
+        part = self._parts[name]
+        tensor, rows = self._tensors[part.name], self._bytes(*self._extent(name)).view(part.shape[0], -1)
         if self._is_in_pairs(name):
             rows = pairs_to_halves(rows, self.config.head_dim)
         rows = rows[start:end]
@@ -79,28 +76,39 @@ class GGUFSource:
         return decode_rows(tensor.type, rows, _BLOCKS[tensor.type][1])
 
     def release(self, name: str) -> None:
-        tensor = self._tensors[name]
-        first = -(-tensor.offset_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
-        end = (tensor.offset_bytes + tensor.num_bytes) // mmap.PAGESIZE * mmap.PAGESIZE
+        start, end = self._extent(name)
+        first, end = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE, end // mmap.PAGESIZE * mmap.PAGESIZE
         if end > first:
             self._file.madvise(mmap.MADV_DONTNEED, first, end - first)
 
-    def _bytes(self, tensor: GGUFTensor) -> torch.Tensor:
-        return torch.from_numpy(self._data[tensor.offset_bytes : tensor.offset_bytes + tensor.num_bytes])
+    def _with_rope_factors(self, config: ModelConfig, tensors: dict[str, GGUFTensor | None]) -> ModelConfig:
+        rope = config.rope
+        for name, tensor in tensors.items():
+            if tensor is None:
+                continue
+            if tensor.type != "F32" or tensor.shape != (config.turned // 2,):
+                raise WeightsError(f"tensor {name!r}: {config.turned // 2} factors in F32 expected")
+            start = tensor.offset_bytes
+            values = self._bytes(start, start + tensor.num_bytes).view(torch.float32).tolist()
+            changes: dict[str, Any] = {_ROPE_FACTORS[name]: tuple(values)}
+            kind = rope.kind if name == "rope_freqs.weight" else "longrope"
+            rope = replace(rope, kind=kind, **changes)
+        return replace(config, rope=rope)
+
+    def _extent(self, name: str) -> tuple[int, int]:
+        """From which byte of the file to which the place's rows lie."""
+        part = self._parts[name]
+        tensor = self._tensors[part.name]
+        num_rows = tensor.shape[0] if len(tensor.shape) == 1 else prod(tensor.shape[:-1])
+        first, end = part.first_row, part.first_row + part.shape[0]
+        start, end = (tensor.offset_bytes + tensor.num_bytes * row // num_rows for row in (first, end))
+        return start, end
+
+    def _bytes(self, start: int, end: int) -> torch.Tensor:
+        return torch.from_numpy(self._data[start:end])
 
     def _is_in_pairs(self, name: str) -> bool:
-        return self._in_pairs and (".q_proj." in name or ".k_proj." in name)
-
-
-def hf_name(name: str) -> str:
-    """The Hugging Face name of a GGUF tensor; an unknown one keeps its own, and the loader refuses it."""
-    stem, _, kind = name.rpartition(".")
-    if stem in _NAMES:
-        return _NAMES[stem] if stem == "rope_freqs" else f"{_NAMES[stem]}.{kind}"
-    parts = stem.split(".")
-    if len(parts) == 3 and parts[0] == "blk" and parts[2] in _LAYER_NAMES:
-        return f"model.layers.{parts[1]}.{_LAYER_NAMES[parts[2]]}.{kind}"
-    return name
+        return self._in_pairs and name.split(".")[-2] in ("q", "k")
 
 
 def pairs_to_halves(rows: torch.Tensor, head_dim: int) -> torch.Tensor:

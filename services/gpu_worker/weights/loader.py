@@ -9,9 +9,17 @@ from pathlib import Path
 import torch
 
 from kernels.matmul_dense import DensePacker, DenseWeight
-from services.gpu_worker.model.config import ModelConfig
-from services.gpu_worker.model.layers import DecoderWeights, LayerWeights, Linear
+from services.gpu_worker.model.config import ALL_NORMS, ModelConfig
+from services.gpu_worker.model.layers import (
+    DecoderWeights,
+    ExpertWeights,
+    FeedForwardWeights,
+    LayerWeights,
+    Linear,
+    Norm,
+)
 from services.gpu_worker.weights.gguf import GGUFSource
+from services.gpu_worker.weights.names import is_place
 from services.gpu_worker.weights.safetensors import SafetensorsSource
 from services.gpu_worker.weights.source import WeightsError, WeightSource
 
@@ -33,46 +41,63 @@ def load_weights(source: WeightSource, progress: Progress | None = None) -> Deco
     """Read, fuse and pack everything; WeightsError names what is missing, of another shape, or left over."""
     reader = _Reader(source, progress)
     config = source.config
-    embedding = reader.read("model.embed_tokens.weight", config.vocab_size, config.hidden_size)
-    layers = tuple(_layer(reader, config, f"model.layers.{i}.") for i in range(config.num_layers))
-    factors = reader.read("rope_factors", config.head_dim // 2) if "rope_factors" in source.shapes else None
+    embedding = reader.read("embedding.weight", config.vocab_size, config.hidden_size)
     weights = DecoderWeights(
         embedding=embedding,
-        layers=layers,
-        final_norm=reader.read("model.norm.weight", config.hidden_size),
+        layers=tuple(_layer(reader, config, i) for i in range(config.num_layers)),
+        final_norm=reader.norm("final_norm", config.hidden_size),
         head=_head(reader, config, embedding),
-        rope_factors=factors,
     )
     reader.finish()
     return weights
 
 
-def _layer(reader: _Reader, config: ModelConfig, prefix: str) -> LayerWeights:
-    hidden, heads, ffn = config.hidden_size, config.num_heads * config.head_dim, config.intermediate_size
-    kv = config.num_kv_heads * config.head_dim
-    attn, mlp = prefix + "self_attn.", prefix + "mlp."
-    qkv = [(f"{attn}q_proj", heads), (f"{attn}k_proj", kv), (f"{attn}v_proj", kv)]
-    gate_up = [(f"{mlp}gate_proj", ffn), (f"{mlp}up_proj", ffn)]
+def _layer(reader: _Reader, config: ModelConfig, number: int) -> LayerWeights:
+    at, hidden = f"layers.{number}.", config.hidden_size
+    heads, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    norms = {name: reader.norm(at + name, hidden) if name in config.norms else None for name in ALL_NORMS}
+    q_size, k_size = (heads, kv) if config.qk_norm == "row" else (config.head_dim, config.head_dim)
+    sparse = config.layers[number].sparse
     return LayerWeights(
-        attn_norm=reader.read(f"{prefix}input_layernorm.weight", hidden),
-        qkv=reader.linear(qkv, hidden, config.qkv_bias),
-        q_norm=reader.read(f"{attn}q_norm.weight", config.head_dim) if config.qk_norm else None,
-        k_norm=reader.read(f"{attn}k_norm.weight", config.head_dim) if config.qk_norm else None,
-        out=reader.linear([(f"{attn}o_proj", hidden)], heads, config.out_bias),
-        ffn_norm=reader.read(f"{prefix}post_attention_layernorm.weight", hidden),
-        gate_up=reader.linear(gate_up, hidden, config.mlp_bias),
-        down=reader.linear([(f"{mlp}down_proj", hidden)], ffn, config.mlp_bias),
+        **norms,
+        qkv=reader.linear([(f"{at}q", heads), (f"{at}k", kv), (f"{at}v", kv)], hidden, config.qkv_bias),
+        q_norm=reader.head_norm(f"{at}q_norm", q_size) if config.qk_norm else None,
+        k_norm=reader.head_norm(f"{at}k_norm", k_size) if config.qk_norm else None,
+        out=reader.linear([(f"{at}out", hidden)], heads, config.out_bias),
+        ffn=_experts(reader, config, at) if sparse else _ffn(reader, config, at, config.intermediate_size),
+    )
+
+
+def _ffn(reader: _Reader, config: ModelConfig, at: str, size: int) -> FeedForwardWeights:
+    parts = [(f"{at}gate", size), (f"{at}up", size)] if config.gated else [(f"{at}up", size)]
+    return FeedForwardWeights(
+        into=reader.linear(parts, config.hidden_size, config.mlp_bias),
+        down=reader.linear([(f"{at}down", config.hidden_size)], size, config.mlp_bias),
+    )
+
+
+def _experts(reader: _Reader, config: ModelConfig, at: str) -> ExpertWeights:
+    experts, hidden = config.experts, config.hidden_size
+    assert experts is not None
+    size = experts.intermediate_size
+    return ExpertWeights(
+        router=reader.linear([(f"{at}router", experts.num_experts)], hidden, False),
+        choice_bias=reader.read(f"{at}choice.bias", experts.num_experts) if experts.choice_bias else None,
+        experts=tuple(_ffn(reader, config, f"{at}experts.{e}.", size) for e in range(experts.num_experts)),
+        shared=_ffn(reader, config, f"{at}shared.", experts.shared_size) if experts.shared_size else None,
+        shared_gate=reader.linear([(f"{at}shared_gate", 1)], hidden, False) if experts.shared_gate else None,
     )
 
 
 def _head(reader: _Reader, config: ModelConfig, embedding: torch.Tensor) -> Linear:
     """The checkpoint decides whether the output head is the embedding; the configuration may be wrong about it."""
-    name = "lm_head.weight"
-    if name not in reader.source.shapes:
+    place = "head.weight"
+    name = reader.source.file_name(place)
+    if place not in reader.source.shapes:
         if config.tied is False:
             log.warning("tie_word_embeddings is false but there is no %s: the embedding serves as output head", name)
         return Linear(reader.pack(embedding))
-    head = reader.read(name, config.vocab_size, config.hidden_size)
+    head = reader.read(place, config.vocab_size, config.hidden_size)
     if config.tied and not torch.equal(head, embedding):
         log.warning("tie_word_embeddings is true but %s differs from the embedding: it is used", name)
     return Linear(reader.pack(head))
@@ -92,9 +117,9 @@ class TensorLedger:
         """Before allocating: what is asked for then has the size of what the file holds."""
         found = self.source.shapes.get(name)
         if found != shape:
-            raise WeightsError(f"tensor {name!r}: shape {shape} expected, found {found}")
+            raise WeightsError(f"tensor {self.source.file_name(name)!r}: shape {shape} expected, found {found}")
         if name not in self._unread:
-            raise WeightsError(f"tensor {name!r} has been read before")
+            raise WeightsError(f"tensor {self.source.file_name(name)!r} has been read before")
 
     def taken(self, name: str) -> None:
         self._unread.discard(name)
@@ -105,8 +130,12 @@ class TensorLedger:
 
     def finish(self) -> None:
         if self._unread:
-            names = ", ".join(sorted(self._unread)[:5])
+            names = ", ".join(sorted(map(self._file_name, self._unread))[:5])
             raise WeightsError(f"{len(self._unread)} tensors have no place in this architecture: {names}")
+
+    def _file_name(self, place: str) -> str:
+        """A tensor that has no place has kept its name."""
+        return self.source.file_name(place) if is_place(place) else place
 
 
 class _Reader:
@@ -120,6 +149,14 @@ class _Reader:
 
     def read(self, name: str, *shape: int) -> torch.Tensor:
         return self._fused([(name, shape[0])], shape[1:])
+
+    def norm(self, place: str, size: int) -> Norm:
+        config = self.source.config
+        bias = self.read(f"{place}.bias", size) if config.norm == "layer" else None
+        return Norm(self.read(f"{place}.weight", size), bias, config.norm_eps)
+
+    def head_norm(self, place: str, size: int) -> Norm:
+        return Norm(self.read(f"{place}.weight", size), None, self.source.config.norm_eps)
 
     def linear(self, parts: list[tuple[str, int]], in_features: int, bias: bool) -> Linear:
         """One projection from several with the same input: their rows, one after the other."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from kernels.packed_weight import TILE_ROWS, Codes, PackedWeight, pack, pack_dense
-from services.gpu_worker.model.config import ModelConfig
+from services.gpu_worker.model.config import PRE_NORMS, ModelConfig, NotNativeError
 from services.gpu_worker.weights.loader import Progress, TensorLedger
 from services.gpu_worker.weights.source import CHUNK_BYTES, WeightSource
 
@@ -47,25 +47,43 @@ class NativeWeights:
     layers: tuple[NativeLayer, ...]
     final_norm: torch.Tensor
     head: NativeLinear
-    rope_factors: torch.Tensor | None = None
 
 
 def load_native_weights(source: WeightSource, progress: Progress | None = None) -> NativeWeights:
     """WeightsError names what is missing, of another shape, or left over."""
     reader, config = _Reader(source, progress), source.config
-    embedding = reader.matrix("model.embed_tokens.weight", config.vocab_size, config.hidden_size)
-    layers = tuple(_layer(reader, config, f"model.layers.{i}.") for i in range(config.num_layers))
-    factors = reader.vector("rope_factors", config.head_dim // 2) if "rope_factors" in source.shapes else None
+    refuse_unknown(config)
+    embedding = reader.matrix("embedding.weight", config.vocab_size, config.hidden_size)
+    layers = tuple(_layer(reader, config, f"layers.{i}.") for i in range(config.num_layers))
     head = embedding
-    if "lm_head.weight" in source.shapes:
-        head = reader.matrix("lm_head.weight", config.vocab_size, config.hidden_size)
+    if "head.weight" in source.shapes:
+        head = reader.matrix("head.weight", config.vocab_size, config.hidden_size)
     elif config.tied is False:
         log.warning("tie_word_embeddings is false but there is no output head: the embedding serves as one")
-    weights = NativeWeights(
-        embedding, layers, reader.vector("model.norm.weight", config.hidden_size), NativeLinear((head,)), factors
-    )
+    final_norm = reader.vector("final_norm.weight", config.hidden_size) * config.logit_scale
     reader.finish()
-    return weights
+    return NativeWeights(embedding, layers, final_norm, NativeLinear((head,)))
+
+
+def refuse_unknown(config: ModelConfig) -> None:
+    """NotNativeError for what the native decoder does not compute, by name."""
+    known = {
+        "layer norm": config.norm == "rms",
+        "norms after attention and feed-forward part": config.norms == PRE_NORMS,
+        "a norm of all query heads together": config.qk_norm in ("", "head"),
+        f"the activation {config.activation}": config.activation == "silu",
+        "a feed-forward part without a gate": config.gated,
+        "a mixture of experts": config.experts is None,
+        "soft-capping": not config.attention_softcap and not config.logit_softcap,
+        "rotary frequencies that follow from the context (longrope)": config.rope.kind != "longrope",
+        "partial rotary embedding": config.turned == config.head_dim,
+        "layers without rotary embedding": all(kind.rotary for kind in config.layers),
+        "a scaled embedding": config.embedding_scale == 1.0,
+        "scaled residuals": config.residual_scale == 1.0,
+    }
+    missing = [what for what, is_known in known.items() if not is_known]
+    if missing:
+        raise NotNativeError(f"native kernels do not compute {', '.join(missing)}")
 
 
 def return_freed_memory() -> None:
@@ -78,18 +96,17 @@ def return_freed_memory() -> None:
 def _layer(reader: _Reader, config: ModelConfig, prefix: str) -> NativeLayer:
     hidden, heads, ffn = config.hidden_size, config.num_heads * config.head_dim, config.intermediate_size
     kv, dim = config.num_kv_heads * config.head_dim, config.head_dim
-    attn, mlp = prefix + "self_attn.", prefix + "mlp."
-    qkv = [(f"{attn}q_proj", heads), (f"{attn}k_proj", kv), (f"{attn}v_proj", kv)]
+    qkv = [(f"{prefix}q", heads), (f"{prefix}k", kv), (f"{prefix}v", kv)]
     return NativeLayer(
-        attn_norm=reader.vector(f"{prefix}input_layernorm.weight", hidden),
-        ffn_norm=reader.vector(f"{prefix}post_attention_layernorm.weight", hidden),
-        q_norm=reader.vector(f"{attn}q_norm.weight", dim) if config.qk_norm else None,
-        k_norm=reader.vector(f"{attn}k_norm.weight", dim) if config.qk_norm else None,
+        attn_norm=reader.vector(f"{prefix}attn_norm.weight", hidden),
+        ffn_norm=reader.vector(f"{prefix}ffn_norm.weight", hidden),
+        q_norm=reader.vector(f"{prefix}q_norm.weight", dim) if config.qk_norm else None,
+        k_norm=reader.vector(f"{prefix}k_norm.weight", dim) if config.qk_norm else None,
         qkv=reader.linear(qkv, hidden, config.qkv_bias),
-        out=reader.linear([(f"{attn}o_proj", hidden)], heads, config.out_bias),
-        gate=reader.linear([(f"{mlp}gate_proj", ffn)], hidden, config.mlp_bias),
-        up=reader.linear([(f"{mlp}up_proj", ffn)], hidden, config.mlp_bias),
-        down=reader.linear([(f"{mlp}down_proj", hidden)], ffn, config.mlp_bias),
+        out=reader.linear([(f"{prefix}out", hidden)], heads, config.out_bias),
+        gate=reader.linear([(f"{prefix}gate", ffn)], hidden, config.mlp_bias),
+        up=reader.linear([(f"{prefix}up", ffn)], hidden, config.mlp_bias),
+        down=reader.linear([(f"{prefix}down", hidden)], ffn, config.mlp_bias),
     )
 
 

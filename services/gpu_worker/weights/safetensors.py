@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from services.gpu_worker.model.families import config_from_hf
+from services.gpu_worker.model.hf_config import config_from_hf, hf_family
+from services.gpu_worker.weights.names import hf_names, is_norm, place_parts
 from services.gpu_worker.weights.source import CHUNK_BYTES, WeightsError, file_identity
 
 SINGLE = "model.safetensors"
@@ -23,10 +24,12 @@ _INERT = ("rotary_emb.inv_freq",)  # buffers of old checkpoints; the configurati
 
 class SafetensorsSource:
     def __init__(self, folder: Path) -> None:
-        self.config = config_from_hf(_json_object(folder / "config.json"))
+        values = _json_object(folder / "config.json")
+        family, self.config = hf_family(values), config_from_hf(values)
+        self._norm_offset = family.norm_offset
         shards = {path: _open(path) for path in shard_paths(folder)}
         self._shard_of: dict[str, Any] = {}
-        self.shapes: dict[str, tuple[int, ...]] = {}
+        shapes: dict[str, tuple[int, ...]] = {}
         for path, shard in shards.items():
             for name in shard.keys():  # noqa: SIM118 - not a dict
                 if name.endswith(_INERT):
@@ -37,21 +40,28 @@ class SafetensorsSource:
                 if view.get_dtype() not in DTYPES:
                     raise WeightsError(f"tensor {name!r}: {view.get_dtype()} is not supported (known: {DTYPES})")
                 self._shard_of[name] = shard
-                self.shapes[name] = tuple(view.get_shape())
+                shapes[name] = tuple(view.get_shape())
+        names = hf_names(family, self.config)
+        self.file_name = names.name
+        self._parts = place_parts(names, self.config, shapes)
+        self.shapes = {place: part.shape for place, part in self._parts.items()}
         digest = hashlib.sha256((folder / "config.json").read_bytes())
         for path in shards:
             digest.update(file_identity(path, _header_bytes(path)))
         self.identity = digest.hexdigest()
 
     def read_into(self, name: str, out: torch.Tensor) -> None:
-        view = self._shard_of[name].get_slice(name)
         row_bytes = 4 * max(1, out[0].numel())
         step = max(1, CHUNK_BYTES // row_bytes)
         for start in range(0, out.shape[0], step):
-            out[start : start + step] = view[start : start + step]
+            out[start : start + step] = self.stored(name, start, min(out.shape[0], start + step))
+        if self._norm_offset and is_norm(name):
+            out += self._norm_offset
 
     def stored(self, name: str, start: int, end: int) -> torch.Tensor:
-        rows: torch.Tensor = self._shard_of[name].get_slice(name)[start:end]
+        part = self._parts[name]
+        view = self._shard_of[part.name].get_slice(part.name)
+        rows: torch.Tensor = view[part.first_row + start : part.first_row + end]
         return rows
 
     def release(self, name: str) -> None:

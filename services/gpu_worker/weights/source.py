@@ -1,6 +1,7 @@
 """What a file of weights must offer the loader, whatever its format. *Pure.*
 
-Tensors go by their Hugging Face names, in Hugging Face order of rows, and are read as float32 or as they are stored.
+Tensors go by their places in the decoder (see `names`), in Hugging Face order of rows, and are read as float32 or as
+they are stored. A tensor that has no place keeps the name that its file gives it.
 """
 
 from __future__ import annotations
@@ -27,6 +28,10 @@ class WeightSource(Protocol):
     config: ModelConfig
     shapes: dict[str, tuple[int, ...]]
     identity: str  # equal for equal weights, see `file_identity`
+
+    def file_name(self, place: str) -> str:
+        """What the file calls the tensor, there or not."""
+        ...
 
     def read_into(self, name: str, out: torch.Tensor) -> None:
         """Fill out (float32, of the tensor's shape) with the tensor."""

@@ -1,0 +1,169 @@
+"""From a GGUF file's metadata and the shapes of its tensors to a `ModelConfig`. *Pure.*"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from services.gpu_worker.model.config import ConfigError, ExpertConfig, Keys, LayerKind, ModelConfig, RopeConfig
+from services.gpu_worker.model.families import GGUF_FAMILIES, Family
+from services.gpu_worker.model.hf_config import yarn_scale
+
+# Said of files, not of what is computed; or computed from what is read here.
+INERT = frozenset({"expert_group_count", "expert_group_used_count"})
+
+Shapes = Mapping[str, tuple[int, ...]]
+
+
+def gguf_family(metadata: Mapping[str, Any]) -> Family:
+    arch = metadata.get("general.architecture")
+    family = GGUF_FAMILIES.get(arch) if isinstance(arch, str) else None
+    if family is None:
+        raise ConfigError(f"general.architecture: {arch!r} is not supported (known: {', '.join(GGUF_FAMILIES)})")
+    if metadata.get("split.count", 1) not in (0, 1):
+        raise ConfigError("split.count: a file split in several is not supported")
+    return family
+
+
+def config_from_gguf(metadata: Mapping[str, Any], tensors: Shapes) -> ModelConfig:
+    """Where the file's tensors show what is computed (biases, norms), they are asked."""
+    family = gguf_family(metadata)
+    prefix = f"{metadata['general.architecture']}."
+    keys = Keys({k.removeprefix(prefix): v for k, v in metadata.items() if k.startswith(prefix)}, prefix)
+    hidden_size, num_heads = keys.need("embedding_length", int), keys.need("attention.head_count", int)
+    num_layers = keys.need("block_count", int)
+    if not 1 <= num_layers <= 1 << 16:
+        raise ConfigError(f"{prefix}block_count: {num_layers} is not a sane size")
+    head_dim = keys.take("attention.key_length", int, hidden_size // max(1, num_heads))
+    keys.expect("attention.value_length", head_dim)
+    if family.gguf_pairs:  # the rows of whole heads have been reordered
+        keys.expect("rope.dimension_count", head_dim)
+    rotary_dim = keys.take("rope.dimension_count", int, head_dim)
+    window, windowed = _windows(keys, family, num_layers)
+    embedding = tensors.get("token_embd.weight", (0,))
+    keys.expect("vocab_size", embedding[0])
+    experts = _experts(keys, family, tensors)
+    config = ModelConfig(
+        vocab_size=embedding[0],
+        hidden_size=hidden_size,
+        intermediate_size=_feed_forward_length(keys, experts),
+        num_layers=num_layers,
+        num_heads=num_heads,
+        num_kv_heads=keys.take("attention.head_count_kv", int, num_heads),
+        head_dim=head_dim,
+        norm_eps=keys.need(f"attention.layer_norm{'_rms' if family.norm == 'rms' else ''}_epsilon", float),
+        max_position_embeddings=keys.need("context_length", int),
+        layers=_kinds(family, windowed, _by_layer(tensors, num_layers)),
+        rope=_rope(keys),
+        local_rope=RopeConfig(_local_theta(keys, family)) if any(windowed) and family.gguf_local_theta else None,
+        rotary_dim=0 if rotary_dim == head_dim else rotary_dim,
+        norm=family.norm,
+        norms=family.norms,
+        qkv_bias="blk.0.attn_q.bias" in tensors or "blk.0.attn_qkv.bias" in tensors,
+        out_bias="blk.0.attn_output.bias" in tensors,
+        mlp_bias="blk.0.ffn_up.bias" in tensors,
+        qk_norm=family.qk_norm,
+        activation=family.gguf_activation,
+        gated=family.gated,
+        attention_scale=_attention_scale(keys, family, num_layers, hidden_size, num_heads),
+        attention_softcap=keys.take("attn_logit_softcapping", float, 0.0),
+        logit_softcap=keys.take("final_logit_softcapping", float, 0.0),
+        sliding_window=window,
+        embedding_scale=hidden_size**0.5 if family.scales_embedding else _scale(keys, family, "embedding_scale", 1.0),
+        residual_scale=_scale(keys, family, "residual_scale", 1.0),
+        logit_scale=1.0 / (_scale(keys, family, "logit_scale", 1.0) or 1.0),
+        experts=experts,
+    )
+    keys.expect("use_parallel_residual", False)
+    keys.finish(INERT)
+    return config
+
+
+def _scale(keys: Keys, family: Family, key: str, absent: float) -> float:
+    """One of Granite's factors; elsewhere such a key is left, so that it is refused."""
+    return float(keys.take(key, float, absent)) if "residual_multiplier" in family.reads else absent
+
+
+def _attention_scale(keys: Keys, family: Family, num_layers: int, hidden_size: int, num_heads: int) -> float:
+    if num_layers == family.gguf_wide_scale_layers:
+        return float((hidden_size / num_heads) ** -0.5)
+    return _scale(keys, family, "attention.scale", 0.0)
+
+
+def _local_theta(keys: Keys, family: Family) -> float:
+    return float(keys.take("rope.freq_base_swa", float, family.gguf_local_theta))
+
+
+def _kinds(family: Family, windowed: list[bool], names: list[set[str]]) -> tuple[LayerKind, ...]:
+    every = family.gguf_no_rope_every
+    return tuple(
+        LayerKind(windowed[i], not every or (i + 1) % every != 0, "ffn_gate_inp.weight" in names[i])
+        for i in range(len(names))
+    )
+
+
+def _feed_forward_length(keys: Keys, experts: ExpertConfig | None) -> int:
+    if experts is None:
+        return int(keys.need("feed_forward_length", int))
+    return int(keys.take("feed_forward_length", int, experts.intermediate_size)) or experts.intermediate_size
+
+
+def _by_layer(tensors: Shapes, num_layers: int) -> list[set[str]]:
+    """The names of each layer's tensors."""
+    names: list[set[str]] = [set() for _ in range(num_layers)]
+    for name in tensors:
+        kind, _, rest = name.partition(".")
+        number, _, rest = rest.partition(".")
+        if kind == "blk" and number.isascii() and number.isdigit() and int(number) < num_layers:
+            names[int(number)].add(rest)
+    return names
+
+
+def _windows(keys: Keys, family: Family, num_layers: int) -> tuple[int | None, list[bool]]:
+    window = keys.take("attention.sliding_window", int) or None
+    keys.expect("attention.sliding_window_pattern", family.full_every)
+    if window is None or "use_sliding_window" in family.assumes:
+        return None, [False] * num_layers
+    full_every = family.full_every
+    return window, [not full_every or (i + 1) % full_every != 0 for i in range(num_layers)]
+
+
+def _experts(keys: Keys, family: Family, tensors: Shapes) -> ExpertConfig | None:
+    num_experts = keys.take("expert_count", int, 0)
+    num_used = keys.take("expert_used_count", int, 0)
+    size = keys.take("expert_feed_forward_length", int, 0)
+    shared_size = keys.take("expert_shared_feed_forward_length", int, 0)
+    if not num_experts:
+        return None
+    has_shared = any(name.endswith(".ffn_up_shexp.weight") for name in tensors)
+    return ExpertConfig(
+        num_experts=num_experts,
+        num_used=num_used,
+        intermediate_size=size or keys.need("feed_forward_length", int),
+        renormalize=family.renormalize,
+        shared_size=shared_size if has_shared else 0,
+        shared_gate=any(name.endswith(".ffn_gate_inp_shexp.weight") for name in tensors),
+    )
+
+
+def _rope(keys: Keys) -> RopeConfig:
+    """Factors by frequency (of llama3 and longrope) are tensors of the file, see `weights.gguf`."""
+    theta = keys.take("rope.freq_base", float, 10000.0)
+    kind, factor = keys.take("rope.scaling.type", str, "none"), keys.take("rope.scaling.factor", float, 1.0)
+    original = keys.take("rope.scaling.original_context_length", int, 0)
+    attention = keys.take("rope.scaling.attn_factor", float, 1.0)
+    keys.expect("rope.scaling.finetuned", True, False)
+    if kind == "linear":
+        return RopeConfig(theta, kind, factor)
+    if kind == "yarn":
+        return RopeConfig(
+            theta, kind, factor, original_max_position=max(1, original or keys.need("context_length", int)),
+            attention_factor=attention * yarn_scale(factor),
+            beta_fast=keys.take("rope.scaling.yarn_beta_fast", float, 32.0),
+            beta_slow=keys.take("rope.scaling.yarn_beta_slow", float, 1.0),
+        )  # fmt: skip
+    if kind not in ("none", "longrope"):
+        raise ConfigError(f"rope.scaling.type: {kind!r} is not supported (known: none, linear, yarn, longrope)")
+    if attention != 1.0 or kind == "longrope":
+        return RopeConfig(theta, "longrope", original_max_position=max(1, original), attention_factor=attention)
+    return RopeConfig(theta)

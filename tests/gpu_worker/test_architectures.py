@@ -1,0 +1,77 @@
+"""Every architecture against transformers: logits after prompts in chunks and along 32 decoding steps, in float32."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.gpu_worker.any_engine import load_torch, logits_along
+from tests.gpu_worker.gguf_files import write_gguf
+from tests.gpu_worker.tiny_models import MORE_ARCHITECTURES, VOCAB_SIZE, prompts, save
+from tests.kernels.threads import torch_threads
+
+NUM_DECODED = 32
+NUM_PROMPT = [3, 41, 70]  # beyond the windows, and beyond a tile of attention
+LONG_PROMPT = [33, 41, 70]  # beyond longrope's shorter context, where transformers too uses the longer one's factors
+
+
+@pytest.mark.parametrize("name", MORE_ARCHITECTURES)  # the others are in test_engine_reference.py
+def test_logits_are_those_of_transformers(tmp_path: Path, name: str) -> None:
+    num_prompt = LONG_PROMPT if "longrope" in name else NUM_PROMPT
+    with torch_threads(1):
+        model = save(name, tmp_path)
+        generator = torch.Generator().manual_seed(1)
+        texts = [torch.randint(0, VOCAB_SIZE, (n + NUM_DECODED,), generator=generator) for n in num_prompt]
+        got = logits_along(load_torch(tmp_path, kv_cache_bytes=8 << 20), [t.tolist() for t in texts], num_prompt)
+        for text, first, mine in zip(texts, num_prompt, got, strict=True):
+            with torch.no_grad():
+                want = model(text[None]).logits[0, first - 1 :]
+            assert want.std() > 0.1
+            torch.testing.assert_close(mine, want, atol=1e-4, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["gemma2", "mixtral", "qwen2-moe", "starcoder2-window", "olmo3"])
+def test_a_sequence_alone_has_the_same_bits(tmp_path: Path, name: str) -> None:
+    with torch_threads(1):
+        save(name, tmp_path)
+        engine = load_torch(tmp_path, kv_cache_bytes=8 << 20)
+        texts = [text + text[:3] for text in prompts(4, low=20, high=90)]
+        num_prompt = [len(text) - 3 for text in texts]
+        together = logits_along(engine, texts, num_prompt)
+        for text, count, want in zip(texts, num_prompt, together, strict=True):
+            assert torch.equal(logits_along(engine, [text], [count], chunk=32)[0], want)
+
+
+GGUF_PATTERNS = {"num_hidden_layers": 6, "sliding_window_pattern": 6, "query_pre_attn_scalar": 16}
+GGUF = {  # the file's name of the architecture, and what llama.cpp takes for granted
+    "llama-yarn": ("llama", {}),
+    "smollm3": ("smollm3", {"num_hidden_layers": 4, "no_rope_layer_interval": 4}),
+    "granite-tied": ("granite", {}),
+    "olmo2": ("olmo2", {}),
+    "phi3-window": ("phi3", {}),
+    "phi3-longrope": ("phi3", {}),
+    "gemma": ("gemma", {}),
+    "gemma2": ("gemma2", {"query_pre_attn_scalar": 16}),
+    "gemma3": ("gemma3", GGUF_PATTERNS),
+    "gemma3-linear": ("gemma3", GGUF_PATTERNS),
+    "stablelm-bias": ("stablelm", {}),
+    "starcoder2": ("starcoder2", {}),
+    "mixtral": ("llama", {}),
+    "qwen2-moe": ("qwen2moe", {}),
+    "qwen3-moe": ("qwen3moe", {"mlp_only_layers": []}),
+}
+
+
+@pytest.mark.parametrize("name", GGUF)
+def test_a_gguf_file_computes_the_same(tmp_path: Path, name: str) -> None:
+    arch, changes = GGUF[name]
+    with torch_threads(1):
+        write_gguf(save(name, tmp_path / "hf", **changes), tmp_path / "model.gguf", arch)
+        texts = [text + text[:3] for text in prompts(2, low=33, high=90)]
+        want, got = (
+            logits_along(load_torch(tmp_path / file, kv_cache_bytes=8 << 20), texts, [len(t) - 3 for t in texts])
+            for file in ("hf", "model.gguf")
+        )
+    torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
