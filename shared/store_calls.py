@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any, ClassVar, Literal, Self
 
-from shared.wire import Message, ProtocolError
+from shared.wire import MAX_STATE_BYTES, Message, ProtocolError
 from shared.worker_protocol import Seal, Taken
 
 
@@ -144,6 +144,7 @@ class Reconcile(StoreCall):
     """Set the pool's references to exactly this running set, and refuse run terms below this one from now on."""
 
     TAG: ClassVar[str] = "reconcile"
+    MAX_BYTES: ClassVar[int] = MAX_STATE_BYTES
     running: tuple[tuple[str, int, bytes, tuple[int, ...]], ...]  # (sid, epoch, salt, block ids)
     spare_block_ids: tuple[int, ...]
 

@@ -1,7 +1,7 @@
 """How a message crosses a process, and the ids that all messages speak of.
 
 A message is a frozen pydantic model with a tag; on the wire it is msgpack `[tag, fields]`, refused when larger than
-`MAX_MESSAGE_BYTES` or malformed (`ProtocolError`). Unknown fields are ignored, so that services one version apart
+its kind may be or malformed (`ProtocolError`). Unknown fields are ignored, so that services one version apart
 understand each other; a change that an old reader would misread raises `MAJOR`, which is part of every Redis key.
 What messages there are is in `protocol.py`, `worker_protocol.py` and `store_calls.py`; a process can decode those that
 it imports.
@@ -18,7 +18,8 @@ import msgpack
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 MAJOR = 1
-MAX_MESSAGE_BYTES = 1 << 20
+MAX_MESSAGE_BYTES = 1 << 20  # of most messages
+MAX_STATE_BYTES = 16 << 20  # of those that name every block that a pool's sequences hold: three million of them
 
 
 class ProtocolError(ValueError):
@@ -60,6 +61,7 @@ class Message(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="ignore")
     TAG: ClassVar[str] = ""
+    MAX_BYTES: ClassVar[int] = MAX_MESSAGE_BYTES
     _by_tag: ClassVar[dict[str, type[Message]]] = {}
 
     @classmethod
@@ -92,20 +94,26 @@ M = TypeVar("M", bound=Message)
 
 def encode(message: Message) -> bytes:
     data: bytes = msgpack.packb([message.TAG, message.to_wire()])
-    if len(data) > MAX_MESSAGE_BYTES:
-        raise ProtocolError(f"{message.TAG} of {len(data)} bytes is larger than {MAX_MESSAGE_BYTES}")
+    if len(data) > message.MAX_BYTES:
+        raise ProtocolError(f"{message.TAG} of {len(data)} bytes is larger than {message.MAX_BYTES}")
     return data
 
 
 def decode(data: bytes) -> Message:
-    if len(data) > MAX_MESSAGE_BYTES:
-        raise ProtocolError(f"message of {len(data)} bytes is larger than {MAX_MESSAGE_BYTES}")
+    if len(data) > MAX_MESSAGE_BYTES and len(data) > (bound := _bound(data)):
+        raise ProtocolError(f"message of {len(data)} bytes is larger than {bound}")
     try:
         tag, fields = msgpack.unpackb(data, strict_map_key=False)
         cls = Message._by_tag[tag]
         return cls.from_wire(fields)
     except (ValueError, TypeError, KeyError, ValidationError, msgpack.UnpackException, RecursionError) as e:
         raise ProtocolError(f"undecodable message: {type(e).__name__}") from e
+
+
+def _bound(data: bytes) -> int:
+    """In bytes, of what this says it is; told by its first ones, before anything is unpacked."""
+    heads = {msgpack.packb([tag, 0])[:-1]: cls.MAX_BYTES for tag, cls in Message._by_tag.items()}
+    return next((bound for head, bound in heads.items() if data.startswith(head)), MAX_MESSAGE_BYTES)
 
 
 def row(fields: Any, *types: type) -> list[Any]:

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Self
 
 from pydantic import Field
 
-from shared.wire import Message, ints, pack_ids, row, unpack_ids
+from shared.wire import MAX_STATE_BYTES, Message, ints, pack_ids, row, unpack_ids
 
 # --- plan changes: scheduler (or store) -> worker, in the order of the worker's plan stream ----------------------
 
@@ -224,6 +224,7 @@ class RunningState(Message):
     """The answer to `TakeOver`: everything the worker holds, echoing the term. Seals: all full blocks it knows of."""
 
     TAG: ClassVar[str] = "running_state"
+    MAX_BYTES: ClassVar[int] = MAX_STATE_BYTES
     worker: str
     term: int
     pool_term: int

@@ -15,9 +15,10 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from shared.protocol import Event, Outcome, RequestSpec, SamplingParams, TokenChunk
-from shared.store_calls import Ensure, StoreCall
+from shared.store_calls import Ensure, Reconcile, StoreCall
 from shared.wire import (
     MAX_MESSAGE_BYTES,
+    MAX_STATE_BYTES,
     Message,
     ProtocolError,
     decode,
@@ -28,7 +29,7 @@ from shared.wire import (
     split_sequence_id,
     unpack_ids,
 )
-from shared.worker_protocol import Ended, Report
+from shared.worker_protocol import Ended, Report, RunningSequence, RunningState
 from tests.shared.example_messages import EXAMPLES, HEAD, MESSAGE_TYPES, SAMPLING, TEXT, any_of
 
 RECORDED = json.loads((Path(__file__).parent / "data" / "messages.json").read_text())
@@ -198,6 +199,33 @@ def test_size_is_bounded_both_ways() -> None:
         encode(Event(kind="left", id="x" * (room + 1)))
     with pytest.raises(ProtocolError, match="larger"):
         decode(encode(largest) + b"\0")
+
+
+def test_what_names_all_blocks_of_a_pool_may_be_large() -> None:
+    """A pool of hundreds of thousands of blocks is taken over like any other."""
+    held, spares = tuple(range(1 << 20, (1 << 20) + 400_000)), tuple(range(20_000))
+    rows = tuple(
+        RunningSequence(sid=f"r.{i}", epoch=1, num_tokens=9, num_computed=8, block_ids=held[i::100], salt=bytes(32))
+        for i in range(100)
+    )
+    state = RunningState(worker="w", term=1, pool_term=1, running=rows, spare_block_ids=spares)
+    running = tuple((row.sid, row.epoch, row.salt, row.block_ids) for row in rows)
+    reconcile = Reconcile(**HEAD, running=running, spare_block_ids=spares)
+    for message in (state, reconcile):
+        data = encode(message)
+        assert MAX_MESSAGE_BYTES < len(data) < MAX_STATE_BYTES // 4 and decode(data) == message
+
+
+@pytest.mark.parametrize("tag", [t for t in sorted(BY_TAG) if BY_TAG[t].MAX_BYTES == MAX_MESSAGE_BYTES])
+def test_no_other_message_may_be_large(tag: str) -> None:
+    with pytest.raises(ProtocolError, match=f"larger than {MAX_MESSAGE_BYTES}"):
+        decode(msgpack.packb([tag, b"x" * MAX_MESSAGE_BYTES]))
+
+
+@pytest.mark.parametrize("tag", ["running_state", "reconcile"])
+def test_what_may_be_large_has_a_bound_too(tag: str) -> None:
+    with pytest.raises(ProtocolError, match=f"larger than {MAX_STATE_BYTES}"):
+        decode(msgpack.packb([tag, b"x" * MAX_STATE_BYTES]))
 
 
 def test_decode_as_insists_on_the_class() -> None:
