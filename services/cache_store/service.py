@@ -44,7 +44,7 @@ class StoreService:
         self._beat = Scripts(heartbeat or redis, model)
         self._clock = clock
         self._next_incarnation = incarnation
-        self._said_gone: set[str] = set()
+        self._said_gone: set[str] = set()  # and are still a member or an owner
         self._trusted_from = float("-inf")
         self._scan_now = asyncio.Event()
         self._scanning = asyncio.Lock()
@@ -131,6 +131,7 @@ class StoreService:
             await self._scan(self.membership)
 
     async def _scan(self, life: Membership) -> None:
+        said_gone = set(self._said_gone)
         members = await self.records.members()
         alive = {i: m for i, (m, leased) in members.items() if leased}
         workers = {i: m for i, m in alive.items() if m.kind == "worker"}
@@ -141,6 +142,7 @@ class StoreService:
             num_replicas=sum(m.kind == "store" for m in alive.values()),
             is_dead=is_member_dead(alive, self._said_gone, trusted),
         )  # fmt: skip
+        self._said_gone -= said_gone.difference(members, *(owners[:2] for owners in leases.values()))
         if life is not self.membership:
             return  # the leases were taken under the name of a life that is over
         for worker in changes.lost:

@@ -43,7 +43,7 @@ class Fleet:
         self._clock = clock
         self._max_strikes = max_strikes  # worker deaths after which a sequence runs alone; one more ends it
         self._trusted_from = -math.inf  # before this, a missing lease is no proof of death
-        self._said_gone: set[str] = set()
+        self._said_gone: set[str] = set()  # and are still a member or an owner
         self._gateways_lost: dict[str, tuple[float, float]] = {}  # noticed dead at, last named by a record at
         self._readers_from = ""
 
@@ -57,7 +57,7 @@ class Fleet:
 
     async def scan(self, core: SchedulerCore, me: str) -> None:
         """One look at everything; repeats harmlessly what another scheduler does at the same time."""
-        asked_at = self._clock()
+        asked_at, said_gone = self._clock(), set(self._said_gone)
         members = await self._records.members()
         if self._clock() - asked_at > STALL_S:
             self.distrust_leases()
@@ -77,6 +77,7 @@ class Fleet:
         for incarnation, member in dead.items():
             await self._clean_up(incarnation, member)
         await self._cancel_orphans(core)
+        self._said_gone -= said_gone.difference(members, *(owners[:2] for owners in leases.values()))
 
     def _is_dead(self, incarnation: str) -> bool:
         return incarnation in self._said_gone or self._clock() >= self._trusted_from

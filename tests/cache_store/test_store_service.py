@@ -122,3 +122,16 @@ async def test_calls_are_handled_in_their_order_though_an_answer_is_lost(
     assert answers == [1, 2, 1, 2]
     await store.heartbeat()
     assert await store.redis.xlen(store.scripts.key("cache:first")) == 1, "what is handled is cut off"
+
+
+async def test_who_is_said_to_be_gone_is_remembered_while_something_names_it(store: StoreService) -> None:
+    """Else every incarnation that ever left would be."""
+    await store.redis.set(store.scripts.key("lease:run:w"), "s-old")
+    for id in ("w-long-ago", "s-old"):
+        await store.scripts.announce(Event(kind="left", id=id))
+    await store.read(0)
+    await store.scan()
+    assert store._said_gone == {"s-old"}
+    await store.redis.delete(store.scripts.key("lease:run:w"))
+    await store.scan()
+    assert store._said_gone == set()

@@ -41,6 +41,22 @@ async def outcome(w: World, sid: str) -> Outcome:
     return decode_as(Outcome, (await w.sequence(sid)).outcome)
 
 
+async def test_who_is_said_to_be_gone_is_remembered_while_something_names_it(redis_url: str) -> None:
+    """Else every incarnation that ever left would be."""
+    async with pipeline_at(redis_url) as p:
+        service = await running(p, "a")
+        pool = p.w.key("lease:pool:w")
+        owner = await p.w.redis.get(pool)
+        await p.w.redis.set(pool, "c-old")
+        for id in ("w-long-ago", "c-old"):
+            service.fleet.on_left(id)
+        await service.scan()
+        assert service.fleet._said_gone == {"c-old"}
+        await p.w.redis.set(pool, owner)
+        await service.scan()
+        assert service.fleet._said_gone == set()
+
+
 # --- workers ---------------------------------------------------------------------------------------------------------
 
 
