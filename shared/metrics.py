@@ -9,12 +9,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import sys
 import time
 from collections.abc import Iterable
 from typing import Any
 
 import msgpack
-from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import Metric
 from prometheus_client.exposition import generate_latest
 
@@ -30,7 +31,8 @@ LAG_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
 
 
 class ProcessMetrics:
-    """What every service measures of its own process: its CPU time, and how long the event loop was not free."""
+    """What every service measures of its own process: its CPU time, how long the event loop was not free, and how much
+    Python holds, which tells a leak from an allocator that keeps what was freed."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._lag_s = Histogram(
@@ -41,6 +43,9 @@ class ProcessMetrics:
             "headrace_event_loop_stalls", "Turns whose stack was logged, since they took too long", registry=registry
         )
         self._cpu = Counter("headrace_process_cpu_seconds", "CPU time of the process", registry=registry)
+        self._blocks = Gauge(
+            "headrace_python_memory_blocks", "Pieces of memory that Python's allocator has given out", registry=registry
+        )
         self._num_seen = 0
         self._cpu_seen = 0.0
 
@@ -50,6 +55,7 @@ class ProcessMetrics:
         self._lag_s.observe(lag_s)
         self._stalls.inc(num_stalls - self._num_seen)
         self._num_seen = num_stalls
+        self._blocks.set(sys.getallocatedblocks())
         cpu = time.process_time()
         self._cpu.inc(cpu - self._cpu_seen)
         self._cpu_seen = cpu

@@ -80,6 +80,22 @@ def test_metrics_tell_of_both() -> None:
     assert (registry.get_sample_value("headrace_event_loop_lag_seconds_sum") or 0) > LOOK_S
 
 
+def test_metrics_tell_what_python_holds() -> None:
+    registry = CollectorRegistry()
+    kept: list[object] = []
+    seen: list[float] = []
+
+    async def observe() -> None:
+        metrics = ProcessMetrics(registry)
+        for _ in range(2):
+            metrics.observe()
+            seen.append(registry.get_sample_value("headrace_python_memory_blocks") or 0)
+            kept.extend(object() for _ in range(10_000))
+
+    run(observe)
+    assert seen[0] > 0 and seen[1] - seen[0] > 9_000
+
+
 def test_another_loop_is_not_watched() -> None:
     async def ask() -> tuple[float, int]:
         return lag_s()
