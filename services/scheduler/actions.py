@@ -91,4 +91,4 @@ class Expel:
     worker: str
 
 
-Action = ReadRecord | Call | Plan | Assign | Offer | Requeue | Finish | CheckPlaced | Expel
+Action = ReadRecord | Call | Plan | Assign | Offer | Requeue | Finish | KeepDead | CheckPlaced | Expel
