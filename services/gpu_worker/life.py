@@ -13,7 +13,6 @@ from shared.leases import Membership
 from shared.protocol import Member
 from shared.scripts import Scripts
 from shared.store_calls import Inventory
-from shared.worker_protocol import RunningState
 
 
 @dataclass(eq=False)
@@ -22,7 +21,7 @@ class Life:
     reader: StreamReader
     joined: bool = False
     entries: deque[Entry] = field(default_factory=deque)  # read from the plan, not yet handed to the engine
-    answers: deque[tuple[str, RunningState | Inventory]] = field(default_factory=deque)  # to be sent, with the stream
+    pages: deque[tuple[str, Inventory]] = field(default_factory=deque)  # for a store, to be sent, with the stream
     inbox: str = ""  # of the scheduler that has been told the running state, and so gets the reports
     run_term: int = 0  # its term
     reported_at: float = float("-inf")

@@ -143,6 +143,10 @@ class RunningSet:
         """One asked again, before the first was answered, is answered once, to the last who asked."""
         self.questions = [q for q in self.questions if type(q) is not type(question)] + [question]
 
+    def answered(self, question: TakeOver | ListInventory) -> None:
+        """Not where it has been asked again meanwhile."""
+        self.questions = [q for q in self.questions if q is not question]
+
     def _admit(self, admit: Admit, admission: Admission | NotRunnable | None) -> None:
         known = self.sequences.get(admit.sid)
         if self.ledger.has(admit.sid, admit.epoch):

@@ -37,9 +37,8 @@ from shared.leases import BUSY_LEASE_MS, IDLE_LEASE_MS, Lapsed, StreamLost, new_
 from shared.protocol import Member
 from shared.records import Records
 from shared.scripts import Scripts
-from shared.store_calls import Inventory
 from shared.wire import encode
-from shared.worker_protocol import Admit, Report, RunningState, TakeOver
+from shared.worker_protocol import Admit, ListInventory, Report
 
 log = logging.getLogger(__name__)
 
@@ -180,7 +179,7 @@ class WorkerService:
         with self.engine_loop.lock:
             running, life = self.running, self.life
             return bool(
-                running.ledger.urgent or running.questions or life.answers or (life.inbox and running.outbox.urgent)
+                running.ledger.urgent or running.questions or life.pages or (life.inbox and running.outbox.urgent)
             )
 
     @property
@@ -250,26 +249,30 @@ class WorkerService:
         )  # fmt: skip
 
     async def _answer(self, life: Life) -> None:
-        """Answers all questions; what is sent is forgotten when its reply has come."""
-        while life is self.life:
-            if not life.answers:
-                with self.engine_loop.lock:
-                    if not self.running.questions:
-                        return
-                    life.answers += self._answers(life)
-            stream, message = life.answers[0]
-            await self.scripts.send(stream, encode(message))
-            life.answers.popleft()
-            if isinstance(message, RunningState):
-                life.inbox, life.run_term = stream.removeprefix("inbox:"), message.term
+        """Answers all questions, in order; what is sent is forgotten when its reply has come.
 
-    def _answers(self, life: Life) -> list[tuple[str, RunningState | Inventory]]:
-        """To the oldest question, which is taken off the list."""
-        question = self.running.questions.pop(0)
-        if isinstance(question, TakeOver):
-            return [(f"inbox:{question.inbox}", running_state(self.running, life.worker, question))]
-        pages = inventory_pages(self.running.sealed.entries(), life.worker, question.pool_term)
-        return [(question.reply_to, page) for page in pages]
+        A running state is taken anew for another try: its scheduler has not listened to the reports in between.
+        """
+        while life is self.life:
+            if life.pages:
+                stream, page = life.pages[0]
+                await self.scripts.send(stream, encode(page))
+                life.pages.popleft()
+                continue
+            with self.engine_loop.lock:
+                if not self.running.questions:
+                    return
+                question = self.running.questions[0]
+                if isinstance(question, ListInventory):
+                    self.running.answered(question)
+                    pages = inventory_pages(self.running.sealed.entries(), life.worker, question.pool_term)
+                    life.pages += [(question.reply_to, page) for page in pages]
+                    continue
+                state = running_state(self.running, life.worker, question)
+            await self.scripts.send(f"inbox:{question.inbox}", encode(state))
+            life.inbox, life.run_term = question.inbox, question.term
+            with self.engine_loop.lock:
+                self.running.answered(question)
 
     # --- the lease ---------------------------------------------------------------------------------------------------
 

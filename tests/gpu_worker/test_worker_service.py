@@ -175,6 +175,34 @@ async def test_an_answer_is_repeated_and_no_report_overtakes_it(
     assert [type(m) for m in new].count(RunningState) == (2 if applied else 1)
 
 
+@pytest.mark.parametrize("applied", [True, False])
+async def test_an_answer_that_is_repeated_says_what_was_reported_meanwhile(
+    bench: WorkerBench, applied: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such a report goes before it, to a scheduler that does not listen before it knows the running state."""
+    sid = await bench.place(PROMPT, max_tokens=16, block_ids=[0, 1])
+    grant = Extend(sid="", epoch=0, pool_term=0, block_ids=(8, 9, 10, 11))
+    await bench.plan(grant, TakeOver(term=bench.term, inbox=SCHEDULER, ask=2))
+    await bench.worker.read_plan(0)
+    bench.worker.step()
+    send = bench.worker.scripts.send
+    monkeypatch.setattr(bench.worker.scripts, "send", losing_reply(send, applied=applied))
+    with pytest.raises(ConnectionError):
+        await bench.worker.flush()
+    seq = bench.worker.running.sequences[sid]
+    num_blocks = len(seq.block_ids)
+    while len(seq.block_ids) < num_blocks + 2:
+        bench.worker.step()
+    await bench.inbox()  # up to here the scheduler may have heard nothing of use
+    bench.clock.now += 1.0
+    await bench.worker.flush()
+    told = await bench.inbox()
+    answered = [i for i, m in enumerate(told) if isinstance(m, RunningState)][-1]
+    [row] = told[answered].running
+    after = [t.block_id for m in told[answered:] if isinstance(m, Report) for t in m.taken]
+    assert [*row.block_ids, *after] == seq.block_ids
+
+
 async def test_a_join_whose_reply_is_lost_loses_no_plan(redis_url: str) -> None:
     async with worker_bench(redis_url) as bench:
         await bench.redis.delete(bench.key("lease", "worker", "w-first"))
