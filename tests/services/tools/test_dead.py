@@ -58,7 +58,8 @@ def test_what_is_dead_is_listed_and_shown_without_its_text(redis_url: str, capsy
 
 @pytest.fixture
 def worker(redis_url: str) -> Iterator[list[str]]:
-    """Ends whatever is queued; the sequences that it ended."""
+    """Ends whatever is queued after a request has died; the sequences that it ended."""
+    with_a_dead_request(redis_url)
     ended: list[str] = []
     stop = threading.Event()
 
@@ -81,9 +82,8 @@ def worker(redis_url: str) -> Iterator[list[str]]:
 
 
 def test_a_retry_runs_it_as_another_request_and_says_how_that_ended(
-    redis_url: str, worker: list[str], capsys: pytest.CaptureFixture[str]
+    worker: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with_a_dead_request(redis_url)
     assert dead.main(["retry", "r.0"]) == 0
     output = capsys.readouterr().out
     (sid,) = worker
