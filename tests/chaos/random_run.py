@@ -36,6 +36,7 @@ log = logging.getLogger(__name__)
 # Of a client: what hangs for good is found by any limit. Where a process takes ten seconds to start, since others use
 # the machine, faults that come every second leave an answer little time in which everybody it needs is there.
 ANSWER_TIMEOUT_S = 300.0
+REMARKABLE_S = 30.0  # a pause that is worth looking for in the logs
 AGAIN_S = 0.5  # after a round in which nobody was answered: it is not the clients that are to be busy
 NAMES = ("load one", "load two")
 # what a fault makes a service say, and no failure: it names who is away, or why somebody ends
@@ -200,7 +201,10 @@ class RandomRun:
                 return "not connected"  # nothing was promised
             verdict = checker.judge(answer, same, may_break=ended and not comes_back, may_be_refused=True)
             if verdict == "whole":
-                self.report.longest_pause_s = max(self.report.longest_pause_s, answer.longest_pause_s())
+                pause_s = answer.longest_pause_s()
+                self.report.longest_pause_s = max(self.report.longest_pause_s, pause_s)
+                if pause_s > REMARKABLE_S:
+                    log.info("%s was answered whole after a pause of %.1f s", answer.rid, pause_s)
                 with contextlib.suppress(redis.RedisError):  # it may be away
                     await asyncio.to_thread(checker.check_record, stack, answer)
         except AssertionError as e:
