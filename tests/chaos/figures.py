@@ -71,7 +71,19 @@ def main() -> int:
     if not args.as_noted:
         figures.FILE.unlink(missing_ok=True)
         tests = sorted({f"tests/{test}" for mode in args.modes for test in TESTS[mode]})
-        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:randomly", "-m", "slow or not slow", *tests]
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "-p",
+            "no:randomly",
+            "--timeout",
+            "300",
+            "-m",
+            "slow or not slow",
+            *tests,
+        ]
         status = subprocess.run(command, cwd=TREE, check=False).returncode
     found = {mode: text for mode in args.modes if (text := in_words(notes_of(TESTS[mode])))}
     DOC.write_text(with_figures(DOC.read_text(), found))
