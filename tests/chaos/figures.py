@@ -11,7 +11,6 @@ import os
 import re
 import subprocess
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -59,6 +58,7 @@ TESTS: dict[int, tuple[str, ...]] = {
     28: ("chaos/test_restarted_all.py", "chaos/test_restarts.py::test_everything_at_once"),
 }  # fmt: skip
 AFTER = "## Who is answered when one is killed\n"  # what comes after the table
+WHERE = "Last measured on"
 UNITS = ("s", "MiB")
 
 
@@ -86,10 +86,10 @@ def main() -> int:
         ]
         status = subprocess.run(command, cwd=TREE, check=False).returncode
     found = {mode: text for mode in args.modes if (text := in_words(notes_of(TESTS[mode])))}
-    DOC.write_text(with_figures(DOC.read_text(), found))
-    load = ", ".join(f"{average:.1f}" for average in os.getloadavg())
-    sys.stdout.write("".join(f"| {mode} | {text} |\n" for mode, text in found.items()))
-    sys.stdout.write(f"{time.strftime('%Y-%m-%d')}, {os.cpu_count()} cores, load averages {load}\n")
+    where = f"{WHERE} {os.cpu_count()} cores with {os.getloadavg()[2]:.0f} processes waiting for them (load average)."
+    text = re.sub(f"^{WHERE} .*", where, with_figures(DOC.read_text(), found), flags=re.MULTILINE)
+    DOC.write_text(text)
+    sys.stdout.write("".join(f"| {mode} | {text} |\n" for mode, text in found.items()) + where + "\n")
     return status
 
 
