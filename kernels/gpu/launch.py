@@ -113,15 +113,28 @@ def _target_of_device(index: int) -> Target:
 
 
 def launch(
-    kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], *, num_warps: int, num_stages: int = 1, **constants: Any
+    kernel: Any,
+    grid: tuple[int, ...],
+    args: tuple[Any, ...],
+    *,
+    num_warps: int,
+    num_stages: int = 1,
+    all_registers: bool = False,
+    **constants: Any,
 ) -> None:
-    """args are the kernel's arguments in its order, constants its `tl.constexpr` parameters."""
+    """args are the kernel's arguments in its order, constants its `tl.constexpr` parameters.
+
+    all_registers: NVIDIA's compiler is not to spill a few of them so that more programs fit.
+    """
     recorder = _recorder.get()
+    options = {"num_warps": num_warps, "num_stages": num_stages}
+    backend = recorder.target.backend if recorder is not None else "hip" if torch.version.hip else "cuda"
+    if all_registers and backend == "cuda":
+        options["maxnreg"] = 255
     if recorder is not None:
-        options = {"num_warps": num_warps, "num_stages": num_stages}
         recorder.launches.append(_on_paper(kernel, args, constants, options))
     elif all(grid):
-        kernel[grid](*args, **constants, num_warps=num_warps, num_stages=num_stages)
+        kernel[grid](*args, **constants, **options)
 
 
 _TYPES = {
