@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+MAX_LAYERS = 4096
+
 
 class ConfigError(ValueError):
     """The model asks for something that is not supported, or its configuration is wrong; the message names the key."""
@@ -154,6 +156,8 @@ class ModelConfig:
 
 
 def _check_rope(rope: RopeConfig, num_frequencies: int) -> None:
+    if rope.kind == "yarn" and not rope.theta > 1:
+        raise ConfigError(f"rope_theta: {rope.theta} is out of range")
     if not rope.theta > 0 or not rope.factor > 0 or not rope.attention_factor > 0 or rope.original_max_position < 1:
         raise ConfigError("rope_scaling or rope_theta: a number is out of range")
     if not rope.low_freq_factor < rope.high_freq_factor or not rope.beta_slow > 0 or not rope.beta_fast > 0:

@@ -5,9 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from services.gpu_worker.model.config import ConfigError, ExpertConfig, Keys, LayerKind, ModelConfig, RopeConfig
+from services.gpu_worker.model.config import (
+    MAX_LAYERS,
+    ConfigError,
+    ExpertConfig,
+    Keys,
+    LayerKind,
+    ModelConfig,
+    RopeConfig,
+)
 from services.gpu_worker.model.families import GGUF_FAMILIES, Family
-from services.gpu_worker.model.hf_config import yarn_scale
+from services.gpu_worker.model.hf_rope import yarn_scale
 
 # Said of files, not of what is computed; or computed from what is read here.
 INERT = frozenset({"expert_group_count", "expert_group_used_count"})
@@ -32,7 +40,7 @@ def config_from_gguf(metadata: Mapping[str, Any], tensors: Shapes) -> ModelConfi
     keys = Keys({k.removeprefix(prefix): v for k, v in metadata.items() if k.startswith(prefix)}, prefix)
     hidden_size, num_heads = keys.need("embedding_length", int), keys.need("attention.head_count", int)
     num_layers = keys.need("block_count", int)
-    if not 1 <= num_layers <= 1 << 16:
+    if not 1 <= num_layers <= MAX_LAYERS:
         raise ConfigError(f"{prefix}block_count: {num_layers} is not a sane size")
     head_dim = keys.take("attention.key_length", int, hidden_size // max(1, num_heads))
     keys.expect("attention.value_length", head_dim)

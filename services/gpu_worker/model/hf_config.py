@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
-from services.gpu_worker.model.config import ConfigError, ExpertConfig, Keys, LayerKind, ModelConfig, RopeConfig
+from services.gpu_worker.model.config import (
+    MAX_LAYERS,
+    ConfigError,
+    ExpertConfig,
+    LayerKind,
+    ModelConfig,
+)
 from services.gpu_worker.model.families import HF_FAMILIES, Family
+from services.gpu_worker.model.hf_rope import FamilyKeys, read_ropes
 
 ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh"}
 
@@ -51,19 +57,6 @@ INERT = frozenset(
         "use_cache",
     }
 )
-ROPE_INERT = frozenset({"original_max_position_embeddings"})  # of the kinds that do not use it
-OLD_LONGROPE = ("su", "yarn")  # what Phi-3 called it
-
-
-class _FamilyKeys(Keys):
-    """Keys, and those that only some families have: `own` leaves another family's untaken, so that it is refused."""
-
-    def __init__(self, values: Mapping[str, Any], family: Family) -> None:
-        super().__init__({**family.assumes, **values}, "")
-        self.family = family
-
-    def own(self, key: str, kind: type, default: Any = None) -> Any:
-        return self.take(key, kind, default) if key in self.family.reads else default
 
 
 def hf_family(values: Mapping[str, Any]) -> Family:
@@ -78,16 +71,20 @@ def hf_family(values: Mapping[str, Any]) -> Family:
 def config_from_hf(values: Mapping[str, Any]) -> ModelConfig:
     """ConfigError names a key that is missing, wrong or not supported."""
     family = hf_family(values)
-    keys = _FamilyKeys(values, family)
+    keys = FamilyKeys(values, family)
     hidden_size, num_heads = keys.need("hidden_size", int), keys.need("num_attention_heads", int)
     num_layers = keys.need("num_hidden_layers", int)
+    if not 1 <= num_layers <= MAX_LAYERS:
+        raise ConfigError(f"num_hidden_layers: {num_layers} is not a sane size")
     head_dim = keys.take("head_dim", int, hidden_size // max(1, num_heads))
     windowed, window = _windows(keys, num_layers)
     rotary, sparse = _rotary_layers(keys, num_layers), _sparse_layers(keys, num_layers)
-    full_rope, local_rope, rotary_dim = _ropes(keys, head_dim)
+    full_rope, local_rope, rotary_dim = read_ropes(keys, head_dim)
     all_biased, attention_bias = keys.own("use_bias", bool, False), keys.own("attention_bias", bool, False)
     qkv_bias = family.qkv_bias and keys.own("qkv_bias", bool, True) or keys.own("use_qkv_bias", bool, False)
-    query_scalar = keys.own("query_pre_attn_scalar", float)
+    query_scalar = keys.own("query_pre_attn_scalar", float, 0.0)
+    if query_scalar < 0:
+        raise ConfigError(f"query_pre_attn_scalar: {query_scalar} is out of range")
     config = ModelConfig(
         vocab_size=keys.need("vocab_size", int),
         hidden_size=hidden_size,
@@ -126,14 +123,14 @@ def config_from_hf(values: Mapping[str, Any]) -> ModelConfig:
     return config
 
 
-def _activation(keys: _FamilyKeys) -> str:
+def _activation(keys: FamilyKeys) -> str:
     name = keys.take(keys.family.activation_key, str, "silu")
     if name not in ACTIVATIONS:
         raise ConfigError(f"{keys.family.activation_key}: {name!r} is not supported (known: {', '.join(ACTIVATIONS)})")
     return ACTIVATIONS[name]
 
 
-def _windows(keys: _FamilyKeys, num_layers: int) -> tuple[list[bool], int | None]:
+def _windows(keys: FamilyKeys, num_layers: int) -> tuple[list[bool], int | None]:
     """Which layers see only a window of the last tokens, and how many those are."""
     family = keys.family
     window = keys.own("sliding_window", int)
@@ -155,7 +152,7 @@ def _windows(keys: _FamilyKeys, num_layers: int) -> tuple[list[bool], int | None
     return windowed, window
 
 
-def _rotary_layers(keys: _FamilyKeys, num_layers: int) -> list[bool]:
+def _rotary_layers(keys: FamilyKeys, num_layers: int) -> list[bool]:
     every = keys.own("no_rope_layer_interval", int, 0)
     listed = keys.own("no_rope_layers", list)  # 1: this layer does turn
     if listed is not None:
@@ -165,7 +162,7 @@ def _rotary_layers(keys: _FamilyKeys, num_layers: int) -> list[bool]:
     return [every < 1 or (i + 1) % every != 0 for i in range(num_layers)]
 
 
-def _sparse_layers(keys: _FamilyKeys, num_layers: int) -> list[bool]:
+def _sparse_layers(keys: FamilyKeys, num_layers: int) -> list[bool]:
     if "num_experts_per_tok" not in keys.family.reads:
         return [False] * num_layers
     step, dense = keys.own("decoder_sparse_step", int, 1), keys.own("mlp_only_layers", list, [])
@@ -174,7 +171,7 @@ def _sparse_layers(keys: _FamilyKeys, num_layers: int) -> list[bool]:
     return [(i + 1) % step == 0 and i not in dense for i in range(num_layers)]
 
 
-def _experts(keys: _FamilyKeys) -> ExpertConfig:
+def _experts(keys: FamilyKeys) -> ExpertConfig:
     shared_size = keys.own("shared_expert_intermediate_size", int, 0)
     num_local, num_experts = keys.own("num_local_experts", int), keys.own("num_experts", int, 0)  # two names for one
     return ExpertConfig(
@@ -185,115 +182,3 @@ def _experts(keys: _FamilyKeys) -> ExpertConfig:
         shared_size=shared_size,
         shared_gate=shared_size > 0,
     )
-
-
-# --- rotary embedding ------------------------------------------------------------------------------------------------
-
-
-def _ropes(keys: _FamilyKeys, head_dim: int) -> tuple[RopeConfig, RopeConfig | None, int]:
-    """Of all layers or those that see everything, of windowed layers, and how many dimensions turn (0: all).
-
-    All spellings: rope_theta with rope_scaling, the rope_parameters of transformers 5, and those by type of layer.
-    """
-    theta = keys.take("rope_theta", float, 10000.0)
-    local_theta = keys.own("rope_local_base_freq", float)
-    original = keys.own("original_max_position_embeddings", int)
-    longest = keys.need("max_position_embeddings", int)
-    scaling, parameters = keys.take("rope_scaling", dict, {}), keys.take("rope_parameters", dict, {})
-    partial = keys.own("partial_rotary_factor", float, 1.0)
-    if "full_attention" in parameters or "sliding_attention" in parameters:
-        by_type = Keys(parameters, "rope_parameters.")
-        full = by_type.take("full_attention", dict, {}) | scaling
-        local = by_type.take("sliding_attention", dict, {})
-        by_type.finish(frozenset())
-    else:
-        full, local = scaling | parameters, {}
-    reader = _RopeReader(keys.family, longest, original, partial)
-    rope = reader.read(full, theta)
-    local_rope = reader.read(local, local_theta or theta) if local or local_theta else None
-    partial = reader.partial
-    if "partial_rotary_factor" not in keys.family.reads and partial != 1.0:
-        raise ConfigError(f"partial_rotary_factor: {partial} is not supported")
-    rotary_dim = 0 if partial == 1.0 else int(head_dim * partial)
-    return rope, None if local_rope == rope else local_rope, rotary_dim
-
-
-class _RopeReader:
-    def __init__(self, family: Family, longest: int, original: int | None, partial: float) -> None:
-        self._old_names = OLD_LONGROPE if "original_max_position_embeddings" in family.reads else ()
-        self._longest = longest
-        self._original = original
-        self.partial = partial
-
-    def read(self, values: Mapping[str, Any], theta: float) -> RopeConfig:
-        rope = Keys(values, "rope_parameters.")
-        kind = rope.take("rope_type", str) or rope.take("type", str) or "default"
-        rope.expect("type", kind)
-        kind = "longrope" if kind in self._old_names else kind
-        theta = rope.take("rope_theta", float, theta)
-        self.partial = rope.take("partial_rotary_factor", float, self.partial)
-        if kind not in _READERS:
-            raise ConfigError(f"rope_scaling: type {kind!r} is not supported (known: {', '.join(_READERS)})")
-        config = _READERS[kind](self, rope, theta)
-        rope.finish(ROPE_INERT)
-        return config
-
-    def default(self, rope: Keys, theta: float) -> RopeConfig:
-        return RopeConfig(theta)
-
-    def linear(self, rope: Keys, theta: float) -> RopeConfig:
-        return RopeConfig(theta, "linear", rope.need("factor", float))
-
-    def dynamic(self, rope: Keys, theta: float) -> RopeConfig:
-        """It changes frequencies beyond the context of the configuration, which is all that is served."""
-        rope.take("factor", float)
-        return RopeConfig(theta)
-
-    def llama3(self, rope: Keys, theta: float) -> RopeConfig:
-        return RopeConfig(
-            theta,
-            "llama3",
-            factor=rope.need("factor", float),
-            low_freq_factor=rope.need("low_freq_factor", float),
-            high_freq_factor=rope.need("high_freq_factor", float),
-            original_max_position=rope.need("original_max_position_embeddings", int),
-        )
-
-    def yarn(self, rope: Keys, theta: float) -> RopeConfig:
-        original = max(1, rope.take("original_max_position_embeddings", int, self._original or self._longest))
-        factor = rope.take("factor", float, self._longest / original)
-        scale, all_dim = rope.take("mscale", float, 0.0), rope.take("mscale_all_dim", float, 0.0)
-        attention = yarn_scale(factor, scale) / yarn_scale(factor, all_dim) if scale and all_dim else yarn_scale(factor)
-        return RopeConfig(
-            theta, "yarn", factor, original_max_position=original,
-            attention_factor=rope.take("attention_factor", float, attention),
-            beta_fast=rope.take("beta_fast", float, 32.0), beta_slow=rope.take("beta_slow", float, 1.0),
-            truncate=rope.take("truncate", bool, True),
-        )  # fmt: skip
-
-    def longrope(self, rope: Keys, theta: float) -> RopeConfig:
-        original = rope.take("original_max_position_embeddings", int, self._original or self._longest)
-        factor = rope.take("factor", float, self._longest / max(1, original))
-        return RopeConfig(
-            theta, "longrope", original_max_position=original,
-            attention_factor=rope.take("attention_factor", float, longrope_scale(factor, original)),
-            short_factors=rope.numbers("short_factor"), long_factors=rope.numbers("long_factor"),
-        )  # fmt: skip
-
-
-_READERS = {
-    "default": _RopeReader.default,
-    "linear": _RopeReader.linear,
-    "dynamic": _RopeReader.dynamic,
-    "llama3": _RopeReader.llama3,
-    "yarn": _RopeReader.yarn,
-    "longrope": _RopeReader.longrope,
-}
-
-
-def yarn_scale(factor: float, scale: float = 1.0) -> float:
-    return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0
-
-
-def longrope_scale(factor: float, original: int) -> float:
-    return 1.0 if factor <= 1 or original < 2 else math.sqrt(1 + math.log(factor) / math.log(original))

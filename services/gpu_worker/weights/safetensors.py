@@ -13,11 +13,13 @@ from safetensors import SafetensorError, safe_open
 
 from services.gpu_worker.model.hf_config import config_from_hf, hf_family
 from services.gpu_worker.weights.names import hf_names, is_norm, place_parts
+from services.gpu_worker.weights.quantization import readable_tensors
 from services.gpu_worker.weights.source import CHUNK_BYTES, WeightsError, file_identity
+from services.gpu_worker.weights.stored_tensors import StoredTensor
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-DTYPES = ("F32", "F16", "BF16")
+QUANTIZATION = "quantization_config"
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*\.safetensors")
 _INERT = ("rotary_emb.inv_freq",)  # buffers of old checkpoints; the configuration says the same
 
@@ -25,28 +27,19 @@ _INERT = ("rotary_emb.inv_freq",)  # buffers of old checkpoints; the configurati
 class SafetensorsSource:
     def __init__(self, folder: Path) -> None:
         values = _json_object(folder / "config.json")
+        quantization = values.pop(QUANTIZATION, None)
+        if quantization is not None and not isinstance(quantization, dict):
+            raise WeightsError(f"{folder / 'config.json'}: {QUANTIZATION} is not an object")
         family, self.config = hf_family(values), config_from_hf(values)
         self._norm_offset = family.norm_offset
-        shards = {path: _open(path) for path in shard_paths(folder)}
-        self._shard_of: dict[str, Any] = {}
-        shapes: dict[str, tuple[int, ...]] = {}
-        for path, shard in shards.items():
-            for name in shard.keys():  # noqa: SIM118 - not a dict
-                if name.endswith(_INERT):
-                    continue
-                if name in self._shard_of:
-                    raise WeightsError(f"{path.name}: tensor {name!r} is in another file too")
-                view = shard.get_slice(name)
-                if view.get_dtype() not in DTYPES:
-                    raise WeightsError(f"tensor {name!r}: {view.get_dtype()} is not supported (known: {DTYPES})")
-                self._shard_of[name] = shard
-                shapes[name] = tuple(view.get_shape())
+        paths = shard_paths(folder)
+        self._tensors = readable_tensors(quantization, _stored(paths))
         names = hf_names(family, self.config)
         self.file_name = names.name
-        self._parts = place_parts(names, self.config, shapes)
+        self._parts = place_parts(names, self.config, {name: t.shape for name, t in self._tensors.items()})
         self.shapes = {place: part.shape for place, part in self._parts.items()}
         digest = hashlib.sha256((folder / "config.json").read_bytes())
-        for path in shards:
+        for path in paths:
             digest.update(file_identity(path, _header_bytes(path)))
         self.identity = digest.hexdigest()
 
@@ -54,18 +47,54 @@ class SafetensorsSource:
         row_bytes = 4 * max(1, out[0].numel())
         step = max(1, CHUNK_BYTES // row_bytes)
         for start in range(0, out.shape[0], step):
-            out[start : start + step] = self.stored(name, start, min(out.shape[0], start + step))
+            out[start : start + step] = self._rows(name, start, min(out.shape[0], start + step))
         if self._norm_offset and is_norm(name):
             out += self._norm_offset
 
     def stored(self, name: str, start: int, end: int) -> torch.Tensor:
-        part = self._parts[name]
-        view = self._shard_of[part.name].get_slice(part.name)
-        rows: torch.Tensor = view[part.first_row + start : part.first_row + end]
-        return rows
+        """What is quantised comes as float16 where that holds it, at half the size."""
+        rows = self._rows(name, start, end)
+        if isinstance(self._tensors[self._parts[name].name], StoredTensor):
+            return rows
+        half = rows.half()
+        return half if bool(half.isfinite().all()) else rows.contiguous()
 
     def release(self, name: str) -> None:
         """The reader copies; what it has mapped is the system's to take back."""
+
+    def _rows(self, name: str, start: int, end: int) -> torch.Tensor:
+        part = self._parts[name]
+        return self._tensors[part.name].rows(part.first_row + start, part.first_row + end)
+
+
+def _stored(paths: list[Path]) -> dict[str, StoredTensor]:
+    tensors: dict[str, StoredTensor] = {}
+    for path in paths:
+        shard = _open(path)
+        _refuse_doubles(path)
+        for name in shard.keys():  # noqa: SIM118 - not a dict
+            if name.endswith(_INERT):
+                continue
+            if name in tensors:
+                raise WeightsError(f"{path.name}: tensor {name!r} is in another file too")
+            view = shard.get_slice(name)
+            tensors[name] = StoredTensor(name, view.get_dtype(), tuple(view.get_shape()), view)
+    return tensors
+
+
+def _refuse_doubles(path: Path) -> None:
+    """Of two entries with one name the library takes either, in silence."""
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        values = dict(pairs)
+        if len(values) < len(pairs):
+            doubled = next(name for name, _ in pairs if [n for n, _ in pairs].count(name) > 1)
+            raise WeightsError(f"{path.name}: {doubled!r} is there twice")
+        return values
+
+    with open(path, "rb") as file:
+        header = file.read(_header_bytes(path))[8:]
+    json.loads(header, object_pairs_hook=unique)  # the library has read it as JSON before
 
 
 def shard_paths(folder: Path) -> list[Path]:

@@ -1,0 +1,109 @@
+"""Quantised folders: their matrices are what the codes mean, and the model computes what transformers does."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from services.gpu_worker.engine import TorchEngine
+from services.gpu_worker.model.config import ConfigError
+from services.gpu_worker.weights.loader import load_weights, open_source
+from services.gpu_worker.weights.source import WeightsError
+from tests.gpu_worker.any_engine import last_logits
+from tests.gpu_worker.quantized_folders import FORMATS, quantize
+from tests.gpu_worker.tiny_models import prompts, save
+from tests.kernels.threads import torch_threads
+
+SIZES: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2,
+         "head_dim": 16, "num_hidden_layers": 1}  # fmt: skip
+PLACES = {"self_attn.q_proj": "q", "self_attn.v_proj": "v", "mlp.up_proj": "up", "mlp.down_proj": "down"}
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_formats(tmp_path: Path, name: str) -> None:
+    with torch_threads(1):
+        model = save("llama", tmp_path, **SIZES)
+        quantize(model, tmp_path, name)
+        source = open_source(tmp_path)
+        for module, place in PLACES.items():
+            want = model.get_submodule(f"model.layers.0.{module}").weight
+            got = torch.full(want.shape, torch.nan)
+            source.read_into(f"layers.0.{place}.weight", got)
+            assert want.std() > 0.01
+            torch.testing.assert_close(got, want.detach(), atol=1e-6, rtol=1e-5)
+            start, end = 5, want.shape[0] - 3  # runs that begin and end within a word
+            part = source.stored(f"layers.0.{place}.weight", start, end)
+            assert isinstance(part, torch.Tensor)
+            torch.testing.assert_close(part.float(), want.detach()[start:end], atol=1e-5, rtol=1e-3)
+        texts = prompts(2)
+        got = last_logits(TorchEngine.load(tmp_path, kv_cache_bytes=1 << 20), texts)
+        with torch.no_grad():
+            want = torch.stack([model(torch.tensor([text])).logits[0, -1] for text in texts])
+        torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"quant_method": "aqlm"}, "quantization_config.quant_method: 'aqlm' is not supported"),
+        ({"quant_method": None}, "quantization_config.quant_method is missing"),
+        ({"quant_method": "awq", "version": "gemv"}, "quantization_config.version: 'gemv'"),
+        ({"quant_method": "awq", "bits": 3}, "quantization_config.bits: 3"),
+        ({"quant_method": "awq", "zero_point": False}, "quantization_config.zero_point"),
+        ({"quant_method": "gptq"}, "quantization_config.bits is missing"),
+        ({"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"}, "checkpoint_format: 'marlin'"),
+        ({"quant_method": "fp8", "weight_block_size": [128]}, "weight_block_size"),
+        ({"quant_method": "compressed-tensors", "format": "marlin-24"}, "format: 'marlin-24'"),
+        ({"quant_method": "compressed-tensors", "format": "pack-quantized"}, "config_groups is missing"),
+        (
+            {"quant_method": "compressed-tensors", "sparsity_config": {"format": "sparse-24-bitmask"}},
+            "quantization_config.sparsity_config",
+        ),
+    ],
+)
+def test_what_is_not_supported_is_refused_by_key(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    save("llama", tmp_path, **SIZES)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": changes}))
+    with pytest.raises(ConfigError, match=message):
+        open_source(tmp_path)
+
+
+Q = "model.layers.0.self_attn.q_proj."
+
+
+@pytest.mark.parametrize(
+    ("name", "part", "tensor", "message"),
+    [
+        ("awq", "qzeros", None, "q_proj.qzeros' is missing"),
+        ("awq", "qweight", torch.zeros(64, 8), "q_proj.qweight': F32 is not supported"),
+        ("awq", "scales", torch.ones(3, 64), "3 groups do not divide 64"),
+        ("awq", "g_idx", torch.zeros(64), "q_proj.g_idx' has no place in this quantisation"),
+        ("gptq-4", "qzeros", torch.zeros(2, 7, dtype=torch.int32), "q_proj.qzeros': shape"),
+        ("gptq-4", "g_idx", torch.full((64,), 2, dtype=torch.int32), "g_idx': a group is not one of the 2"),
+        ("gptq-3", "qweight", torch.zeros(7, 64, dtype=torch.int32), "not whole fields of 3 bits"),
+        ("packed-4", "weight_shape", torch.tensor([64, 1 << 40]), "weight_shape'"),
+        ("packed-4", "weight_scale", torch.ones(64, 0), "0 groups"),
+        ("fp8-block", "weight_scale_inv", torch.ones(3, 3), "are no scales for"),
+        ("fp8-tensor", "weight_scale", torch.ones(1, dtype=torch.int64), "weight_scale': I64"),
+        ("nf4", "weight.absmax", torch.ones(3), "absmax': shape"),
+        ("nf4", "weight.quant_map", torch.ones(17), "quant_map': shape"),
+        ("nf4", "weight.quant_state.bitsandbytes__nf4", torch.ones(9, dtype=torch.uint8), "quant_state"),
+        ("nf4", "weight.quant_state.bitsandbytes__nf4", None, "quant_state.bitsandbytes__nf4' is missing"),
+        ("int8", "SCB", torch.ones(3), "SCB': shape"),
+    ],
+)
+def test_tensors_that_do_not_fit_are_named(
+    tmp_path: Path, name: str, part: str, tensor: torch.Tensor | None, message: str
+) -> None:
+    quantize(save("llama", tmp_path, **SIZES), tmp_path, name)
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors.pop(Q + part, None)
+    save_file(tensors | ({} if tensor is None else {Q + part: tensor}), tmp_path / "model.safetensors")
+    with pytest.raises(WeightsError, match=message):
+        load_weights(open_source(tmp_path))
