@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from services.gpu_worker.weights.quant_layout import TYPES, dequantize
+from kernels import packed_weight
+from services.gpu_worker.weights.quant_layout import TYPES, decode_rows, dequantize
 from shared.gguf_header import GGML_TYPES
 
 gguf = pytest.importorskip("gguf")
@@ -44,3 +45,12 @@ def test_every_way_to_store_a_tensor_gives_its_values() -> None:
         size = torch.empty(0, dtype=dtype).element_size()
         raw = values.to(dtype).contiguous().view(torch.uint8).view(-1, size)
         assert torch.equal(dequantize(name, raw).view(3, 5), values), name
+
+
+def test_rows_of_a_table_s_numbers_are_stored_as_signed_bytes() -> None:
+    raw = random_blocks("IQ4_NL", 12)
+    raw[:, 1] = 0x20  # scales that are finite
+    rows = decode_rows("IQ4_NL", torch.from_numpy(raw).view(4, -1), 18)
+    assert (rows.type_name, rows.q.dtype, rows.q.shape, rows.d.shape) == ("Q8_0", torch.int8, (4, 96), (4, 3))
+    want = dequantize("IQ4_NL", torch.from_numpy(raw)).view(4, 96)
+    assert torch.equal(packed_weight.dequantize(rows), want)

@@ -22,7 +22,7 @@ def dequantize(type_name: str, blocks: torch.Tensor) -> torch.Tensor:
 
 
 def decode(type_name: str, blocks: torch.Tensor) -> Codes:
-    """A row of codes for each block."""
+    """A row of codes for each block, perhaps as another type that holds the same numbers."""
     return _DECODERS[type_name](blocks)
 
 
@@ -34,7 +34,7 @@ def decode_rows(type_name: str, rows: torch.Tensor, block_bytes: int) -> Codes:
         return None if values is None else values.reshape(count, -1)
 
     return Codes(
-        type_name, codes.q.reshape(count, -1), codes.d.reshape(count, -1), by_row(codes.m), by_row(codes.sub),
+        codes.type_name, codes.q.reshape(count, -1), codes.d.reshape(count, -1), by_row(codes.m), by_row(codes.sub),
         by_row(codes.sub_min),
     )  # fmt: skip
 
@@ -73,6 +73,15 @@ def _q5_1(blocks: torch.Tensor) -> Codes:
 
 def _q8_0(blocks: torch.Tensor) -> Codes:
     return Codes("Q8_0", blocks[:, 2:].contiguous().view(torch.int8), _half(blocks, 0))
+
+
+# What IQ4_NL's four bits stand for, in place of equal steps.
+_IQ4_VALUES = torch.tensor([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], dtype=torch.int8)
+
+
+def _iq4_nl(blocks: torch.Tensor) -> Codes:
+    """As signed bytes, which every product with Q8_0 takes."""
+    return Codes("Q8_0", _IQ4_VALUES[_nibbles(blocks[:, 2:]).long()], _half(blocks, 0))
 
 
 def _quarters(packed: torch.Tensor) -> torch.Tensor:
@@ -130,6 +139,7 @@ _DECODERS: dict[str, Callable[[torch.Tensor], Codes]] = {
     "Q5_0": _q5_0,
     "Q5_1": _q5_1,
     "Q8_0": _q8_0,
+    "IQ4_NL": _iq4_nl,
     "Q2_K": _q2_k,
     "Q3_K": _q3_k,
     "Q4_K": _q4_k,
