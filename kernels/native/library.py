@@ -9,13 +9,14 @@ from typing import Any
 
 from kernels.native.structs import Layer, Matrix, Model, Rows, Step
 
-_BRIEF = ("runner_submit",)  # not worth letting other Python threads in, who may be slow to leave
+_BRIEF = ("runner_submit", "runner_has_ended")  # not worth letting other Python threads in, who may be slow to leave
 _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "pool_new": (c_void_p, [c_int]),
     "pool_free": (None, [c_void_p]),
     "runner_new": (c_void_p, [POINTER(Model), c_void_p]),
     "runner_free": (None, [c_void_p]),
     "runner_submit": (c_int64, [c_void_p, POINTER(Step)]),
+    "runner_has_ended": (c_int, [c_void_p, c_int64]),
     "runner_wait_until_late": (None, [c_void_p, c_int64]),
     "runner_wait": (c_int, [c_void_p, c_int64]),
     "product": (None, [c_void_p, POINTER(Matrix), POINTER(Rows), c_int, c_void_p, c_int64]),

@@ -89,6 +89,14 @@ EXPORT int64_t headrace_runner_submit(struct runner *r, const struct step *step)
     return number;
 }
 
+/* Has step `number`? Does not block. */
+EXPORT int headrace_runner_has_ended(struct runner *r, int64_t number) {
+    pthread_mutex_lock(&r->lock);
+    int ended = r->num_ended > number;
+    pthread_mutex_unlock(&r->lock);
+    return ended;
+}
+
 /* Returns when step `number` is nearly over. */
 EXPORT void headrace_runner_wait_until_late(struct runner *r, int64_t number) {
     pthread_mutex_lock(&r->lock);

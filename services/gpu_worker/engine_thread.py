@@ -65,6 +65,7 @@ class EngineLoop:
         self.limit = StepLimit()
         self.num_steps = 0  # that have ended, well or not
         self.hang_s = 0.0  # of the latest step: one that takes longer never ends
+        self.num_gaps = 0  # before steps that could have begun sooner: the engine stood still
         self.num_drawn = 0
         self.num_prefilled = 0
         self.failure: WorkerFailure | None = None  # what ended the thread, if not `stop`
@@ -111,6 +112,7 @@ class EngineLoop:
             chunks = self.running.prepare(self.cost.max_prefill_tokens(self._max_step_s), self.limit.num_tokens)
         if chunks:
             self._begin(chunks)
+            self.num_gaps += num_before > 0 and self._in_flight[0].step.has_ended
         num_left = 1 if chunks and self._in_flight[-1].step.may_be_followed else 0
         while len(self._in_flight) > num_left:
             self._end()

@@ -24,6 +24,7 @@ class WorkerMetrics:
             name: Counter(f"headrace_{name}", text, registry=self.registry)
             for name, text in (
                 ("steps", "Steps of the engine"),
+                ("step_gaps", "Steps that the engine waited for, having done the one before"),
                 ("generation_tokens", "Tokens drawn"),
                 ("prefill_tokens", "Tokens computed without being drawn from, and last prompt tokens"),
                 ("cached_prompt_tokens", "Prompt tokens that need no computing"),
@@ -45,6 +46,7 @@ class WorkerMetrics:
             counts = dict(running.counts)
             totals: dict[str, float] = {
                 "steps": loop.num_steps,
+                "step_gaps": loop.num_gaps,
                 "generation_tokens": loop.num_drawn,
                 "prefill_tokens": loop.num_prefilled,
                 "cached_prompt_tokens": counts.pop("cached_tokens", 0),

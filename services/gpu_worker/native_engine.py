@@ -38,6 +38,10 @@ class NativeStep:
         self._inputs = inputs
         self.run = run
 
+    @property
+    def has_ended(self) -> bool:
+        return self.run.has_ended
+
     def wait_until_late(self) -> None:
         self.run.wait_until_late()
 

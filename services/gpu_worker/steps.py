@@ -15,6 +15,9 @@ class Step(Protocol):
 
     may_be_followed: bool
 
+    @property
+    def has_ended(self) -> bool: ...
+
     def wait_until_late(self) -> None:
         """Returns when it is nearly over: time to begin the next."""
         ...
@@ -38,6 +41,7 @@ class WholeStep:
     """A step of an engine that computes in its caller's thread."""
 
     may_be_followed = False
+    has_ended = True
 
     def __init__(self, engine: Engine, chunks: Seq[Chunk]) -> None:
         self._engine = engine
@@ -54,6 +58,7 @@ class RefusedStep:
     """A step that an engine did not begin: its results are the error."""
 
     may_be_followed = False
+    has_ended = True
 
     def __init__(self, error: Exception) -> None:
         self._error = error

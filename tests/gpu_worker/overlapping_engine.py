@@ -24,6 +24,7 @@ class OverlappingStep:
         self._copies = [replace(c, seq=_copy(c)) for c in chunks]
         self._before = before
         self._drawn: dict[int, int] = {}
+        self.has_ended = False
 
     def wait_until_late(self) -> None:
         self._engine.events.append(f"late {self._number}")
@@ -34,6 +35,7 @@ class OverlappingStep:
             if chunk.start + chunk.count > len(copy.seq.token_ids):
                 assert self._before is not None
                 copy.seq.token_ids.append(self._before._drawn[id(chunk.seq)])
+        self.has_ended = True
         results = self._engine.scripted.step(self._copies)
         self._drawn = {id(c.seq): t.token_id for c, t in zip(self._chunks, results, strict=True) if t is not None}
         self._before = None

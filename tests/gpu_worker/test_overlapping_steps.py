@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence as Seq
 from typing import Any
 
 import pytest
 
+from services.gpu_worker.batch import Chunk
 from services.gpu_worker.engine_thread import EngineLoop
 from services.gpu_worker.failures import EngineBroken, OutOfMemory
 from services.gpu_worker.running_set import Change, RunningSet
@@ -15,7 +17,7 @@ from shared.protocol import Outcome
 from shared.wire import decode_as
 from shared.worker_protocol import Cancel, Extend, Preempt
 from tests.gpu_worker.builders import ended, make_admission, make_admit, make_engine, make_running
-from tests.gpu_worker.overlapping_engine import OverlappingScripted
+from tests.gpu_worker.overlapping_engine import OverlappingScripted, OverlappingStep
 from tests.helpers import wait_until_sync
 
 PROMPT = list(b"abcdef")
@@ -70,6 +72,21 @@ def test_results_are_to_be_had_while_the_next_step_computes() -> None:
     assert loop.step_once() and committed(running) == {"r0.0": 0}
     assert loop.step_once() and committed(running) == {"r0.0": 1}
     assert engine.events[-2:] == ["begin 2", "end 1"]
+
+
+def test_steps_that_the_engine_had_to_wait_for_are_counted() -> None:
+    loop, _, engine = make_loop()
+    submit(loop, 0, max_tokens=6)
+    begin = engine.begin
+
+    def begin_late(chunks: Seq[Chunk]) -> OverlappingStep:
+        if len(engine.rows) in (2, 3):
+            loop._in_flight[0].step.has_ended = True  # type: ignore[misc]
+        return begin(chunks)
+
+    engine.begin = begin_late  # type: ignore[method-assign]
+    run_dry(loop)
+    assert (loop.num_gaps, loop.num_steps) == (2, 6)
 
 
 def test_prompts_in_chunks_and_answers_of_different_lengths() -> None:

@@ -53,6 +53,7 @@ def figures(policy: str, result: Result) -> dict[str, Any]:
         "total_tok_s": round((result.num_output_tokens + result.num_prompt_tokens) / result.wall_s, 1),
         "wall_s": round(result.wall_s, 3),
         "steps": result.num_steps,
+        "gaps": result.num_gaps,
         "ttft_ms_p50": round(1e3 * ttft[len(ttft) // 2], 1),
         "kv_waste": round(result.kv_waste, 4),
     }

@@ -42,6 +42,7 @@ class Result:
     num_output_tokens: int = 0
     num_prompt_tokens: int = 0
     num_steps: int = 0
+    num_gaps: int = 0
     ttft_s: list[float] = field(default_factory=list)
     num_slots: int = 0
     num_written_slots: int = 0
@@ -83,7 +84,8 @@ class EngineBench:
     def run(self, todo: Sequence[Request], concurrency: int, policy: str) -> Result:
         """The whole load under a policy; rates count wanted tokens only."""
         result = Result()
-        begin, num_steps = self._clock(), self._loop.num_steps
+        loop = self._loop
+        begin, num_steps, num_gaps = self._clock(), loop.num_steps, loop.num_gaps
         if policy == "continuous":
             self._run_together(list(todo), concurrency, result)
         else:
@@ -93,7 +95,7 @@ class EngineBench:
                 run_to = longest if policy == "fixed" else None
                 self._run_together(batch, concurrency, result, run_to)
         result.wall_s = self._clock() - begin
-        result.num_steps = self._loop.num_steps - num_steps
+        result.num_steps, result.num_gaps = loop.num_steps - num_steps, loop.num_gaps - num_gaps
         return result
 
     def _run_together(

@@ -55,6 +55,10 @@ class NativeRun:
         if self._number < 0:
             raise RuntimeError("two steps are under way already")
 
+    @property
+    def has_ended(self) -> bool:
+        return bool(self._library.runner_has_ended(self._runner, self._number))
+
     def wait_until_late(self) -> None:
         self._library.runner_wait_until_late(self._runner, self._number)
 
