@@ -16,6 +16,12 @@ def num_cores() -> int:
     return max(1, min(len(cores), _quota() or len(cores)))
 
 
+def leaves_one_free(num_threads: int) -> bool:
+    """Is there something to run on beside so many compute threads? A core's second thread counts here."""
+    num_usable = len(os.sched_getaffinity(0))
+    return num_threads < min(num_usable, _quota() or num_usable)
+
+
 def _siblings(cpu: int) -> str:
     """The same text for all threads of a core."""
     try:

@@ -15,6 +15,7 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "pool_free": (None, [c_void_p]),
     "runner_new": (c_void_p, [POINTER(Model), c_void_p]),
     "runner_free": (None, [c_void_p]),
+    "runner_run": (c_int, [c_void_p, POINTER(Step)]),
     "runner_submit": (c_int64, [c_void_p, POINTER(Step)]),
     "runner_has_ended": (c_int, [c_void_p, c_int64]),
     "runner_wait_until_late": (None, [c_void_p, c_int64]),

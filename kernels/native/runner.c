@@ -76,6 +76,14 @@ EXPORT void headrace_runner_free(struct runner *r) {
     free(r);
 }
 
+/* A step in the caller's thread, while none is under way: 0, or -1 where there is no memory. */
+EXPORT int headrace_runner_run(struct runner *r, const struct step *step) {
+    r->decoder->runner = NULL; /* nobody waits for its being late */
+    int result = decoder_step(r->decoder, step);
+    r->decoder->runner = r;
+    return result;
+}
+
 /* The step's number, from 0 on; -1 if MAX_WAITING have not ended yet. Does not block. */
 EXPORT int64_t headrace_runner_submit(struct runner *r, const struct step *step) {
     pthread_mutex_lock(&r->lock);

@@ -32,7 +32,7 @@ from services.gpu_worker.scripted_engine import ScriptedEngine
 from services.gpu_worker.service import WorkerService
 from services.gpu_worker.step_cost import StepCost
 from shared import bootstrap, bus, model_source
-from shared.cores import num_cores
+from shared.cores import leaves_one_free, num_cores
 from shared.model_source import ModelSourceError
 from shared.runtime import EXIT_MODEL, Stop, redis_answers
 from shared.settings import CommonSettings, ScriptedSettings, SettingsError, WorkerSettings
@@ -70,6 +70,7 @@ async def serve(stop: Stop, common: CommonSettings, own: WorkerSettings, scripte
             clients[0], common.served_name, engine, validate=validate, name=socket.gethostname(),
             incarnation=common.incarnation, enable_prefix_caching=own.enable_prefix_caching,
             max_step_s=own.max_step_ms / 1000, blocking=clients[1], heartbeat=clients[2], cost=cost,
+            overlap=_has_spare_core(own),
             capacity=Budget(own.max_num_batched_tokens, own.max_num_seqs, prefill_chunk=own.max_num_batched_tokens),
         )  # fmt: skip
         await WorkerLoops(service, _flush_interval_s(own)).run(stop, common.drain_timeout_s)
@@ -170,9 +171,12 @@ def _num_threads(own: WorkerSettings) -> int:
     return own.threads or num_cores()
 
 
+def _has_spare_core(own: WorkerSettings) -> bool:
+    return own.engine == "scripted" or leaves_one_free(_num_threads(own))
+
+
 def _flush_interval_s(own: WorkerSettings) -> float:
-    computes_on_all = own.engine != "scripted" and _num_threads(own) >= len(os.sched_getaffinity(0))
-    return SHARED_CORES_FLUSH_INTERVAL_S if computes_on_all else FLUSH_INTERVAL_S
+    return FLUSH_INTERVAL_S if _has_spare_core(own) else SHARED_CORES_FLUSH_INTERVAL_S
 
 
 def _exit(status: int) -> NoReturn:

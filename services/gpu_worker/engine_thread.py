@@ -48,17 +48,19 @@ class _Begun:
 
 @dataclass(frozen=True, slots=True)
 class _Watch:
-    places: tuple[Place, ...]
+    chunks: Seq[Chunk]
     hung_at: float
 
 
 class EngineLoop:
-    """cost: what steps of this engine cost, as far as it is known. on_step is told the seconds of every step that
-    succeeded, in the engine's thread."""
+    """cost: what steps of this engine cost, as far as it is known. overlap: steps, on an engine that can.
+
+    on_step is told the seconds of every step that succeeded, in the engine's thread."""
 
     def __init__(
         self, engine: Engine, running: RunningSet, *, max_step_s: float = 0.1, cost: StepCost | None = None,
-        clock: Callable[[], float] = time.monotonic, on_step: Callable[[float], None] = lambda seconds: None,
+        overlap: bool = True, clock: Callable[[], float] = time.monotonic,
+        on_step: Callable[[float], None] = lambda seconds: None,
     ) -> None:  # fmt: skip
         self.running = running
         self.cost = cost or StepCost()
@@ -71,7 +73,7 @@ class EngineLoop:
         self.failure: WorkerFailure | None = None  # what ended the thread, if not `stop`
         self.lock = threading.Condition(threading.Lock())  # guards the running set and the queue
         self._engine = engine
-        self._start = starter(engine)
+        self._start = starter(engine, overlap)
         self._max_step_s = max_step_s
         self._clock = clock
         self._on_step = on_step
@@ -195,7 +197,7 @@ class EngineLoop:
 
     def _watch_over(self, chunks: Seq[Chunk], num_prefill: int) -> None:
         self.hang_s = self.cost.hang_s(num_prefill)
-        self._watch = _Watch(tuple(map(_place, chunks)), self._clock() + self.hang_s)
+        self._watch = _Watch(chunks, self._clock() + self.hang_s)
 
     # --- what failed -------------------------------------------------------------------------------------------------
 
@@ -243,7 +245,7 @@ class EngineLoop:
     def hung(self) -> tuple[Place, ...]:
         """Who is in the present step, if it has taken longer than any step should."""
         watch = self._watch
-        return watch.places if watch is not None and self._clock() > watch.hung_at else ()
+        return tuple(map(_place, watch.chunks)) if watch is not None and self._clock() > watch.hung_at else ()
 
     def start(self, on_progress: Callable[[], None]) -> None:
         """on_progress is called in the thread after every round that changed something, and when the thread dies."""

@@ -115,7 +115,10 @@ class NativeEngine:
     def step(self, chunks: Seq[Chunk]) -> list[SampledToken | None]:
         """As `Engine.step`. SequenceError, before anything is computed, for a chunk that cannot be; and after, for a
         sequence whose logits are not finite. ValueError for parameters that `sampler.validate` refuses; MemoryError."""
-        return self.begin(chunks).results() if chunks else []
+        if not chunks:
+            return []
+        inputs = build_native_inputs(chunks, self._geometry)
+        return NativeStep(self.decoder, chunks, inputs, self.decoder.run(inputs)).results()
 
     def begin(self, chunks: Seq[Chunk]) -> NativeStep:
         """As `OverlappingEngine.begin`."""

@@ -50,6 +50,7 @@ class WorkerService:
         self, redis: Any, model: str, engine: Engine, *, capacity: Budget, validate: Validate, name: str = "",
         incarnation: str = "", enable_prefix_caching: bool = True, max_step_s: float = 0.1, blocking: Any = None,
         heartbeat: Any = None, clock: Callable[[], float] = time.monotonic, cost: StepCost | None = None,
+        overlap: bool = True,
     ) -> None:  # fmt: skip
         self.redis = redis
         self.scripts = Scripts(redis, model)
@@ -57,7 +58,7 @@ class WorkerService:
         self.metrics = WorkerMetrics()
         self.running = RunningSet(engine.info, capacity, validate, enable_prefix_caching=enable_prefix_caching)
         self.engine_loop = EngineLoop(
-            engine, self.running, max_step_s=max_step_s, cost=cost, clock=clock,
+            engine, self.running, max_step_s=max_step_s, cost=cost, clock=clock, overlap=overlap,
             on_step=self.metrics.step_seconds.observe,
         )  # fmt: skip
         self.watchdog = Watchdog(self.engine_loop, clock)
@@ -178,9 +179,8 @@ class WorkerService:
         """Is there something that waits for no interval: first tokens, ends, refusals, questions?"""
         with self.engine_loop.lock:
             running, life = self.running, self.life
-            return bool(
-                running.ledger.urgent or running.questions or life.pages or (life.inbox and running.outbox.urgent)
-            )
+            asked = running.questions or life.pages
+            return bool(running.ledger.urgent or asked or (life.inbox and running.outbox.urgent))
 
     @property
     def pending(self) -> bool:

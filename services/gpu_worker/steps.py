@@ -70,9 +70,9 @@ class RefusedStep:
         raise self._error
 
 
-def starter(engine: Engine) -> Callable[[Seq[Chunk]], Step]:
-    """What begins the steps of an engine, and never raises."""
-    return partial(_begin, engine) if isinstance(engine, OverlappingEngine) else partial(WholeStep, engine)
+def starter(engine: Engine, overlap: bool) -> Callable[[Seq[Chunk]], Step]:
+    """What begins the steps of an engine, and never raises. overlap: if it can."""
+    return partial(_begin, engine) if overlap and isinstance(engine, OverlappingEngine) else partial(WholeStep, engine)
 
 
 def _begin(engine: OverlappingEngine, chunks: Seq[Chunk]) -> Step:

@@ -35,10 +35,12 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> NativeEngine:
     return load_native(folder, kv_cache_bytes=8 << 20)
 
 
-def run_overlapping(engine: NativeEngine, texts: list[list[int]], params: list[dict[str, Any]]) -> list[list[int]]:
+def run_loop(
+    engine: NativeEngine, texts: list[list[int]], params: list[dict[str, Any]], overlap: bool = True
+) -> list[list[int]]:
     """One joins every second step; what each has drawn."""
     running = RunningSet(engine.info, Budget(64, 16, 16), validate)
-    loop = EngineLoop(engine, running)
+    loop = EngineLoop(engine, running, overlap=overlap)
     for number, (text, own) in enumerate(zip(texts, params, strict=True)):
         admit = make_admit(f"r{number}.0", block_ids=range(8 * number, 8 * number + 8))
         loop.submit(Change("run", 1, admit, make_admission(text, max_tokens=NUM_TOKENS, **own)))
@@ -64,7 +66,7 @@ def test_tokens_are_those_of_steps_one_by_one(
         (tokens,) = runner.run([runner.sequence(text, NUM_TOKENS, **own)])
         want.append([t.token_id for t in tokens])
     with engine_threads(engine, threads):
-        assert run_overlapping(engine, texts, params) == want
+        assert run_loop(engine, texts, params) == run_loop(engine, texts, params, overlap=False) == want
     assert len({tuple(tokens) for tokens in want}) == 6
 
 
@@ -111,5 +113,5 @@ def test_what_is_not_finite_ends_alone_also_in_overlapping_steps(tmp_path: Path)
     runner = Runner(engine)
     texts = prompts(3, seed=9, vocab_size=SICK)
     want = [[t.token_id for t in runner.run([runner.sequence(text, NUM_TOKENS)])[0]] for text in texts]
-    got = run_overlapping(engine, [*texts, [3, SICK, 9]], [{}] * 4)
+    got = run_loop(engine, [*texts, [3, SICK, 9]], [{}] * 4)
     assert got == [*want, []]

@@ -74,6 +74,17 @@ def test_results_are_to_be_had_while_the_next_step_computes() -> None:
     assert engine.events[-2:] == ["begin 2", "end 1"]
 
 
+def test_steps_one_by_one_where_they_are_not_to_overlap() -> None:
+    running = make_running()
+    engine = OverlappingScripted(make_engine(running))
+    loop = EngineLoop(engine, running, overlap=False)
+    submit(loop, 0, max_tokens=3)
+    assert loop.step_once() and committed(running) == {"r0.0": 1}
+    run_dry(loop)
+    assert engine.events == ["begin 1", "end 1", "begin 2", "end 2", "begin 3", "end 3"]
+    assert answers(running)["r0.0"] == vocab.answer(PROMPT, 3)
+
+
 def test_steps_that_the_engine_had_to_wait_for_are_counted() -> None:
     loop, _, engine = make_loop()
     submit(loop, 0, max_tokens=6)

@@ -44,3 +44,9 @@ def test_a_system_that_tells_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(cores, "CPUS", tmp_path)
     monkeypatch.setattr(cores, "QUOTA", tmp_path / "cpu.max")
     assert cores.num_cores() == len(os.sched_getaffinity(0))
+
+
+def test_what_compute_threads_leave_free(machine: Path) -> None:
+    assert [cores.leaves_one_free(n) for n in (1, 4, 7, 8)] == [True, True, True, False]
+    (machine / "cpu.max").write_text("200000 100000")
+    assert [cores.leaves_one_free(n) for n in (1, 2)] == [True, False]

@@ -18,7 +18,7 @@ from services.gpu_worker.commands.bench_load import EngineBench, Result, request
 from services.gpu_worker.composer import Budget
 from services.gpu_worker.engines import load_engine
 from shared import model_source, settings
-from shared.cores import num_cores
+from shared.cores import leaves_one_free, num_cores
 from shared.settings import CommonSettings, WorkerSettings
 
 POLICIES = ("continuous", "fixed", "fixed-compact")
@@ -36,6 +36,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     ap.add_argument("--repeat", type=int, default=1, help="rounds; policies alternate within each")
     ap.add_argument("--engine", choices=("auto", "native", "torch"), help="as for `headrace serve`")
     ap.add_argument("--threads", type=int, default=0)
+    ap.add_argument("--overlap", action=argparse.BooleanOptionalAction, help="steps; as a worker does by default")
     ap.add_argument("--seed", type=int, default=0)
     args = ap.parse_args(argv)
     if unknown := set(args.policy.split(",")) - set(POLICIES):
@@ -62,11 +63,12 @@ def figures(policy: str, result: Result) -> dict[str, Any]:
 def main(argv: Sequence[str] | None = None) -> int:
     args = parse(argv)
     own, common = settings.load(WorkerSettings), settings.load(CommonSettings)
+    threads = args.threads or own.threads or num_cores()
     source = model_source.resolve(args.model or common.model, common.cache_dir)
     engine = load_engine(
         args.engine or own.engine, source.path, common.cache_dir,
         kv_cache_bytes=own.kv_cache_bytes or None, block_size=own.block_size,
-        num_threads=args.threads or own.threads or num_cores(),
+        num_threads=threads,
     )  # fmt: skip
     lengths = [args.max_tokens]
     if args.min_tokens:
@@ -74,7 +76,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         low, high = math.log(args.min_tokens), math.log(args.max_tokens)
         lengths = [round(math.exp(rng.uniform(low, high))) for _ in range(args.num_requests)]
     budget = Budget(own.max_num_batched_tokens, max(args.concurrency, own.max_num_seqs), own.max_num_batched_tokens)
-    bench = EngineBench(engine, budget, own.max_step_ms / 1000)
+    overlap = leaves_one_free(threads) if args.overlap is None else args.overlap
+    bench = EngineBench(engine, budget, own.max_step_ms / 1000, overlap=overlap)
     bench.run(requests(2, 16, [4], engine.info.vocab_size, args.seed), 2, "continuous")  # warm-up
     for round_number in range(args.repeat):
         todo = requests(

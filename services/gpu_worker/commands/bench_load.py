@@ -67,12 +67,13 @@ class EngineBench:
     """One engine with a running set, and the blocks of its pool as a plain free list."""
 
     def __init__(
-        self, engine: Engine, budget: Budget, max_step_s: float, clock: Callable[[], float] = time.perf_counter
-    ) -> None:
+        self, engine: Engine, budget: Budget, max_step_s: float, *, overlap: bool = True,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:  # fmt: skip
         self._engine = engine
         self._clock = clock
         self._running = RunningSet(engine.info, budget, lambda params, vocab_size: None, enable_prefix_caching=False)
-        self._loop = EngineLoop(engine, self._running, max_step_s=max_step_s)
+        self._loop = EngineLoop(engine, self._running, max_step_s=max_step_s, overlap=overlap)
         self._running.apply(Change("run", TERM, TakeOver(term=TERM, inbox="")))
         self._running.questions.clear()
         self._free = list(range(engine.info.num_blocks))

@@ -41,30 +41,44 @@ def block_bytes(config: ModelConfig, block_size: int) -> int:
 
 
 class NativeRun:
-    """A step that the runner has, with the memory that it reads and writes."""
+    """A step with the memory that it reads and writes: computed at once, or by the runner once it has been handed over.
+
+    The runner may still have a step that nobody asks about any more, so the decoder keeps the last two."""
 
     def __init__(self, library: NativeLibrary, runner: Any, step: Step, kept: tuple[Any, ...], logits: torch.Tensor,
                  drawn: ctypes.Array[c_int32]) -> None:  # fmt: skip
-        self.logits = logits  # float32 [S, vocab_size]; a run that begins later overwrites them
         self.drawn = drawn
+        self._logits = logits
         self._library = library
         self._runner = runner
         self._step = step
         self._kept = kept
-        self._number = library.runner_submit(runner, ctypes.byref(step))
-        if self._number < 0:
-            raise RuntimeError("two steps are under way already")
+        self._number = -1
+
+    @property
+    def logits(self) -> torch.Tensor:
+        """float32 [S, vocab_size]; a run that begins later overwrites them."""
+        return self._logits[: len(self.drawn)]
 
     @property
     def has_ended(self) -> bool:
         return bool(self._library.runner_has_ended(self._runner, self._number))
 
+    def hand_over(self) -> None:
+        self._number = self._library.runner_submit(self._runner, ctypes.byref(self._step))
+        if self._number < 0:
+            raise RuntimeError("two steps are under way already")
+
     def wait_until_late(self) -> None:
         self._library.runner_wait_until_late(self._runner, self._number)
 
     def wait(self) -> list[int]:
-        """What is drawn for each sample row: -1 where a logit is not finite."""
-        if self._library.runner_wait(self._runner, self._number):
+        """What is drawn for each sample row: -1 where a logit is not finite. Computes what was not handed over."""
+        if self._number < 0:
+            failed = self._library.runner_run(self._runner, ctypes.byref(self._step))
+        else:
+            failed = self._library.runner_wait(self._runner, self._number)
+        if failed:
             raise MemoryError(f"no memory for a step of {self._step.num_rows} tokens")
         return list(self.drawn)
 
@@ -90,8 +104,9 @@ class NativeDecoder:
         self._library = library
         self._pool: Pool | None = None
         self._runner: Any = None
-        self._runs: deque[NativeRun] = deque(maxlen=2)  # the runner may still have them, and what they point to
+        self._runs: deque[NativeRun] = deque(maxlen=2)  # handed over last
         self._logits = torch.empty(0, config.vocab_size)
+        self._logits_address = 0
         self.set_num_threads(num_threads)
 
     @property
@@ -117,12 +132,24 @@ class NativeDecoder:
             raise MemoryError("no memory for the decoder")
 
     def begin(self, inputs: NativeInputs, after: NativeRun | None = None) -> NativeRun:
-        """Hands a step over: it writes the K and V of all rows to the caches, and draws. At most two at a time.
+        """Hands a step over to the runner, which has at most two at a time.
 
         after: the one before, if it draws tokens that this one reads."""
+        run = self._prepare(inputs, after)
+        run.hand_over()
+        self._runs.append(run)
+        return run
+
+    def run(self, inputs: NativeInputs) -> NativeRun:
+        """A step to `wait` for, which computes it. Not while others are under way."""
+        return self._prepare(inputs, None)
+
+    def _prepare(self, inputs: NativeInputs, after: NativeRun | None) -> NativeRun:
+        """A step writes the K and V of all rows to the caches, and draws."""
         num_samples = len(inputs.sample_rows)
         if num_samples > len(self._logits):
             self._logits = torch.empty(num_samples, self._logits.shape[1])
+            self._logits_address = self._logits.data_ptr()
         parts = (
             inputs.token_ids, inputs.positions, inputs.row_blocks, inputs.spans, inputs.block_ids, inputs.sample_rows,
         )  # fmt: skip
@@ -136,15 +163,13 @@ class NativeDecoder:
         step = Step(
             len(inputs.token_ids), len(inputs.spans) // 4, num_samples, 0,
             *(start + ints.itemsize * end for end, _ in zip(ends, parts, strict=False)),
-            addressof(draws), addressof(before), self._logits.data_ptr(), addressof(drawn),
+            addressof(draws), addressof(before), self._logits_address, addressof(drawn),
         )  # fmt: skip
-        run = NativeRun(self._library, self._runner, step, (ints, draws, before), self._logits[:num_samples], drawn)
-        self._runs.append(run)
-        return run
+        return NativeRun(self._library, self._runner, step, (ints, draws, before), self._logits, drawn)
 
     def forward(self, inputs: NativeInputs) -> tuple[torch.Tensor, list[int]]:
         """A whole step: its logits, and what is drawn from them."""
-        run = self.begin(inputs)
+        run = self.run(inputs)
         drawn = run.wait()
         return run.logits, drawn
 
