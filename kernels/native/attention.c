@@ -9,31 +9,53 @@
 #define TILE 64
 #define SPLIT 512
 #define KEY_PARTS (TILE / VL)
+#define SIDE (VL < 8 ? 8 : VL) /* keys that must lie side by side */
 #define MAX_ROWS_TOGETHER 4
-#define ROWS_TOGETHER (VL == 16 ? 4 : 2) /* what the registers hold */
+#define ROWS_TOGETHER (VL == 8 ? 3 : 4) /* what the registers hold */
 
 /* What a query row has gathered: the largest score, the sum of 2^(score - largest), and the same weighing V. */
 struct gathered {
     float largest, sum;
 };
 
-/* The K of a tile as rows of dim: base[j] + i * stride is dimension i of keys 16 j to 16 j + 15. */
-struct tile_keys {
-    const uint16_t *base[TILE / 16];
+/* A tile as the loops read it: dimension i of key k is keys[k / SIDE][i * stride + k % SIDE], halves as the cache has
+   them. Where more rows share it than the registers hold, it is made floats once: [dim][TILE] and [TILE][padded]. */
+struct tile {
+    const uint16_t *keys[TILE / SIDE], *values[TILE];
     int64_t stride;
+    float *wide_keys, *wide_values;
 };
 
-INLINE void scores_of(const struct tile_keys *keys, const float *q, int64_t q_stride, int dim, int rows, float *to) {
-    for (int part = 0; part < KEY_PARTS; part += 4) { /* four vectors of keys and the rows' queries in registers */
+INLINE vf load_keys(const struct tile *t, int part, int i, int wide) {
+    int key = part * VL;
+    if (wide) return vf_load(t->wide_keys + i * TILE + key);
+    return vf_load_half(t->keys[key / SIDE] + i * t->stride + key % SIDE);
+}
+
+INLINE vf load_values(const struct tile *t, int key, int i, int padded, int wide) {
+    return wide ? vf_load(t->wide_values + key * padded + i) : vf_load_half(t->values[key] + i);
+}
+
+INLINE void widen(struct tile *t, int count, int dim, int padded) {
+    for (int part = 0; part < KEY_PARTS; part++)
+        for (int i = 0; i < dim; i++) vf_store(t->wide_keys + i * TILE + part * VL, load_keys(t, part, i, 0));
+    for (int key = 0; key < count; key++)
+        for (int i = 0; i < padded; i += VL)
+            vf_store(t->wide_values + key * padded + i, load_values(t, key, i, padded, 0));
+}
+
+INLINE void scores_of(const struct tile *t, const float *q, int64_t q_stride, int dim, int rows, int wide, float *to) {
+    for (int part = 0; part < KEY_PARTS; part += 4) { /* four vectors of keys for the rows in registers */
         vf acc[MAX_ROWS_TOGETHER][4];
         for (int r = 0; r < rows; r++)
             for (int j = 0; j < 4; j++) acc[r][j] = vf_set(0.0f);
         for (int i = 0; i < dim; i++) {
-            vf k[4];
-            for (int j = 0; j < 4; j++)
-                k[j] = vf_load_half(keys->base[(part + j) * VL / 16] + i * keys->stride + (part + j) * VL % 16);
-            for (int r = 0; r < rows; r++)
-                for (int j = 0; j < 4; j++) acc[r][j] = vf_fma(k[j], vf_set(q[r * q_stride + i]), acc[r][j]);
+            vf query[MAX_ROWS_TOGETHER];
+            for (int r = 0; r < rows; r++) query[r] = vf_set(q[r * q_stride + i]);
+            for (int j = 0; j < 4; j++) {
+                vf k = load_keys(t, part + j, i, wide);
+                for (int r = 0; r < rows; r++) acc[r][j] = vf_fma(k, query[r], acc[r][j]);
+            }
         }
         for (int r = 0; r < rows; r++)
             for (int j = 0; j < 4; j++) vf_store(to + r * TILE + (part + j) * VL, acc[r][j]);
@@ -64,7 +86,7 @@ static void weigh(float *scores, int visible, struct gathered *g, float *out, in
 }
 
 /* out[row] += weights V, over the first `count` keys of the tile. */
-INLINE void weighted_values(const uint16_t *const *values, int count, const float *weights, int padded, int rows,
+INLINE void weighted_values(const struct tile *t, int count, const float *weights, int padded, int rows, int wide,
                             float *out) {
     int i = 0;
 #define STRIP(width) \
@@ -73,11 +95,12 @@ INLINE void weighted_values(const uint16_t *const *values, int count, const floa
         for (int r = 0; r < rows; r++) \
             for (int j = 0; j < (width); j++) acc[r][j] = vf_load(out + r * padded + i + j * VL); \
         for (int key = 0; key < count; key++) { \
-            vf v[width]; \
-            for (int j = 0; j < (width); j++) v[j] = vf_load_half(values[key] + i + j * VL); \
-            for (int r = 0; r < rows; r++) \
-                for (int j = 0; j < (width); j++) \
-                    acc[r][j] = vf_fma(v[j], vf_set(weights[r * TILE + key]), acc[r][j]); \
+            vf weight[MAX_ROWS_TOGETHER]; \
+            for (int r = 0; r < rows; r++) weight[r] = vf_set(weights[r * TILE + key]); \
+            for (int j = 0; j < (width); j++) { \
+                vf v = load_values(t, key, i + j * VL, padded, wide); \
+                for (int r = 0; r < rows; r++) acc[r][j] = vf_fma(v, weight[r], acc[r][j]); \
+            } \
         } \
         for (int r = 0; r < rows; r++) \
             for (int j = 0; j < (width); j++) vf_store(out + r * padded + i + j * VL, acc[r][j]); \
@@ -87,29 +110,39 @@ INLINE void weighted_values(const uint16_t *const *values, int count, const floa
 #undef STRIP
 }
 
-/* Where the tile's keys and values lie; a cache whose blocks are narrower than 16 is copied to `copy` first. */
+INLINE void copy_keys(uint16_t *to, const uint16_t *from, int dim, int width) {
+    for (int64_t i = 0; i < dim; i++) memcpy(to + i * SIDE, from + i * width, sizeof(*to) * (size_t)width);
+}
+
+/* Where the tile's keys and values lie; of a cache whose blocks are narrower than SIDE the keys are copied first. */
 static void find_tile(const struct model *m, const struct layer *l, const int32_t *blocks, int first, int count,
-                      int kv_head, uint16_t *copy, struct tile_keys *keys, const uint16_t **values) {
+                      int kv_head, uint16_t *copy, struct tile *t) {
     int size = m->block_size, width = size < 16 ? size : 16, dim = m->head_dim;
     int64_t padded = up_to(dim, 16);
     for (int i = 0; i < count; i++) {
         int64_t head = (int64_t)blocks[(first + i) / size] * m->num_kv_heads + kv_head;
-        values[i] = l->v_cache + (head * size + (first + i) % size) * padded;
+        t->values[i] = l->v_cache + (head * size + (first + i) % size) * padded;
     }
-    keys->stride = 16;
-    for (int j = 0; j < TILE / 16; j++) {
-        int position = first + (16 * j < count ? 16 * j : 0); /* a part past the end repeats the first */
-        int64_t head = (int64_t)blocks[position / size] * m->num_kv_heads + kv_head;
-        keys->base[j] = l->k_cache + (head * size + position % size / width * width) * dim;
-        if (width == 16) continue;
-        uint16_t *to = copy + (int64_t)j * 16 * dim;
-        for (int key = 0; key < 16 && 16 * j + key < count; key++) {
-            position = first + 16 * j + key;
-            head = (int64_t)blocks[position / size] * m->num_kv_heads + kv_head;
-            const uint16_t *from = l->k_cache + head * size * dim + position % size;
-            for (int i = 0; i < dim; i++) to[i * 16 + key] = from[(int64_t)i * width];
+    t->stride = width < SIDE ? SIDE : width;
+    for (int j = 0; j < TILE / SIDE; j++) {
+        uint16_t *to = copy + (int64_t)j * SIDE * dim;
+        int start = SIDE * j < count ? SIDE * j : 0; /* a group past the end repeats the first */
+        t->keys[j] = width < SIDE ? to : NULL;
+        for (int key = start; key < start + SIDE && key < count; key += width) {
+            int position = first + key, slot = position % size;
+            int64_t head = (int64_t)blocks[position / size] * m->num_kv_heads + kv_head;
+            const uint16_t *from = l->k_cache + (head * size + slot / width * width) * dim + slot % width;
+            if (width >= SIDE) {
+                t->keys[j] = from;
+                break;
+            }
+            switch (width) { /* sizes that the compiler knows */
+                case 1: copy_keys(to + key - start, from, dim, 1); break;
+                case 2: copy_keys(to + key - start, from, dim, 2); break;
+                case 4: copy_keys(to + key - start, from, dim, 4); break;
+                default: copy_keys(to + key - start, from, dim, 8);
+            }
         }
-        keys->base[j] = to;
     }
 }
 
@@ -135,26 +168,31 @@ static void prefetch_tile(const struct model *m, const struct layer *l, const in
     }
 }
 
-/* The same for up to MAX_ROWS_TOGETHER query rows; visible[r] keys of the tile count for row r. */
-INLINE void tile_rows(const struct tile_keys *keys, const uint16_t *const *values, int count, const float *q,
-                      const int *visible, int dim, int rows, struct gathered *g, float *out) {
+/* A tile for up to MAX_ROWS_TOGETHER query rows; visible[r] keys of it count for row r. */
+INLINE void tile_rows(const struct tile *t, int count, const float *q, const int *visible, int dim, int rows, int wide,
+                      struct gathered *g, float *out) {
     float scores[MAX_ROWS_TOGETHER * TILE];
     int padded = (int)up_to(dim, 16);
-    scores_of(keys, q, padded, dim, rows, scores);
+    scores_of(t, q, padded, dim, rows, wide, scores);
     for (int r = 0; r < rows; r++) weigh(scores + r * TILE, visible[r], g + r, out + r * padded, padded);
-    weighted_values(values, count, scores, padded, rows, out);
+    weighted_values(t, count, scores, padded, rows, wide, out);
 }
 
-static void tile_some(const struct tile_keys *keys, const uint16_t *const *values, int count, const float *q,
-                      const int *visible, int dim, int rows, struct gathered *g, float *out) {
-#define CASE(n) case n: tile_rows(keys, values, count, q, visible, dim, n, g, out); break
+static void tile_some(const struct tile *t, int count, const float *q, const int *visible, int dim, int rows, int wide,
+                      struct gathered *g, float *out) {
+#define CASE(n) case n: tile_rows(t, count, q, visible, dim, n, 0, g, out); break
     if (dim == 64) dim = 64; /* known to the compiler from here on */
+    if (wide && rows == ROWS_TOGETHER) {
+        tile_rows(t, count, q, visible, dim, ROWS_TOGETHER, 1, g, out);
+        return;
+    }
     switch (rows) {
         CASE(1);
         CASE(2);
         CASE(3);
         CASE(4);
     }
+#undef CASE
 }
 
 static void merge(struct gathered *total, float *total_out, const struct gathered *g, const float *out, int padded) {
@@ -173,22 +211,23 @@ static void merge(struct gathered *total, float *total_out, const struct gathere
 
 int64_t attend_scratch_floats(const struct model *m) {
     int64_t padded = up_to(m->head_dim, 16);
-    return MAX_QUERIES(m) * (3 * padded + 5) + TILE * padded + 64;
+    return MAX_QUERIES(m) * (3 * padded + 5) + 3 * TILE * padded + 64;
 }
 
 /* One split for all queries: out and g afresh. */
 static void attend_split(const struct model *m, const struct layer *l, const int32_t *blocks, int first, int end,
-                         int kv_head, int num_queries, const float *q, const int *positions, uint16_t *copy,
+                         int kv_head, int num_queries, const float *q, const int *positions, float *room,
                          struct gathered *g, float *out) {
-    int padded = (int)up_to(m->head_dim, 16);
+    int padded = (int)up_to(m->head_dim, 16), wide = num_queries > ROWS_TOGETHER;
+    struct tile t = {.wide_keys = room, .wide_values = room + TILE * padded};
+    uint16_t *copy = (uint16_t *)(room + 2 * TILE * padded);
     memset(out, 0, sizeof(float) * (size_t)num_queries * (size_t)padded);
     for (int i = 0; i < num_queries; i++) g[i] = (struct gathered){-INFINITY, 0.0f};
     for (int start = first; start < end; start += TILE) {
         int count = end - start < TILE ? end - start : TILE, visible[MAX_ROWS_TOGETHER];
-        struct tile_keys keys;
-        const uint16_t *values[TILE];
         prefetch_tile(m, l, blocks, start, end, kv_head);
-        find_tile(m, l, blocks, start, count, kv_head, copy, &keys, values);
+        find_tile(m, l, blocks, start, count, kv_head, copy, &t);
+        if (wide) widen(&t, count, m->head_dim, padded);
         for (int i = 0; i < num_queries;) {
             if (positions[i] < start) { /* nothing to see: such a row would not even have started the split */
                 i++;
@@ -199,7 +238,7 @@ static void attend_split(const struct model *m, const struct layer *l, const int
                 int seen = positions[i + r] - start + 1;
                 visible[r] = seen < TILE ? seen : TILE;
             }
-            tile_some(&keys, values, count, q + i * padded, visible, m->head_dim, rows, g + i, out + i * padded);
+            tile_some(&t, count, q + i * padded, visible, m->head_dim, rows, wide, g + i, out + i * padded);
             i += rows;
         }
     }
@@ -213,7 +252,7 @@ void attend(const struct model *m, const struct layer *l, const struct step *ste
     float *queries = scratch, *part = queries + num_queries * padded, *total = part + num_queries * padded;
     struct gathered *part_g = (struct gathered *)(total + num_queries * padded), *total_g = part_g + num_queries;
     int *positions = (int *)(total_g + num_queries);
-    uint16_t *copy = (uint16_t *)(positions + num_queries);
+    float *room = (float *)(positions + num_queries);
     for (int i = 0; i < num_queries; i++) { /* query row i / shared, head i % shared of the group */
         const float *from = q + ((int64_t)(i / shared) * m->num_heads + kv_head * shared + i % shared) * padded;
         memcpy(queries + i * padded, from, sizeof(float) * (size_t)padded);
@@ -223,7 +262,7 @@ void attend(const struct model *m, const struct layer *l, const struct step *ste
     memset(total, 0, sizeof(float) * (size_t)num_queries * (size_t)padded);
     for (int first = 0; first < position + count; first += SPLIT) {
         int end = first + SPLIT < position + count ? first + SPLIT : position + count;
-        attend_split(m, l, blocks, first, end, kv_head, num_queries, queries, positions, copy, part_g, part);
+        attend_split(m, l, blocks, first, end, kv_head, num_queries, queries, positions, room, part_g, part);
         for (int i = 0; i < num_queries; i++)
             if (positions[i] >= first) merge(total_g + i, total + i * padded, part_g + i, part + i * padded, padded);
     }
