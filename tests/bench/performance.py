@@ -36,6 +36,7 @@ from tests.bench.performance_table import PEERS, render, replaced
 ROOT = Path(__file__).parents[2]
 FOUND = Path(__file__).with_name("performance.json")
 SECTIONS = ("loads", "engine", "batching", "step", "start", "idle", "neighbour")
+STACK_SECTIONS = {"loads", "start", "idle", "neighbour"}
 STARTS = 3
 IDLE_S = 20.0
 LOADS = {
@@ -220,12 +221,8 @@ def ratios(above: list[float], below: list[float]) -> dict[str, float] | None:
     return bench_stats.spread([None if math.isnan(ratio) else ratio for ratio in both])
 
 
-def measure(args: argparse.Namespace) -> dict[str, Any]:
-    found: dict[str, Any] = {
-        "machine": machine(), "version": own_version(), "rounds": args.rounds,
-        "model": args.model or DEFAULT_MODEL,
-        "peers": {key: {"url": url, "version": peer_version(url)} for key, url in args.urls.items()},
-    }  # fmt: skip
+def measure_stack(args: argparse.Namespace) -> dict[str, Any]:
+    found: dict[str, Any] = {}
     starts = []
     for _ in range(STARTS - 1 if "start" in args.sections else 0):
         with stacks.serving(args.model, args.port) as stack:
@@ -241,6 +238,17 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
                 found |= measure_shared_prefill(own)
         if "neighbour" in args.sections:
             found["neighbour"] = measure_neighbour(args, own)
+    return found
+
+
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    found: dict[str, Any] = {
+        "machine": machine(), "version": own_version(), "rounds": args.rounds,
+        "model": args.model or DEFAULT_MODEL,
+        "peers": {key: {"url": url, "version": peer_version(url)} for key, url in args.urls.items()},
+    }  # fmt: skip
+    if STACK_SECTIONS & {*args.sections}:
+        found |= measure_stack(args)
     for name, section in (("engine", measure_engine), ("batching", measure_batching), ("step", measure_step)):
         if name in args.sections:
             found[name] = section(args)

@@ -139,7 +139,10 @@ def _neighbour_rows(found: dict[str, Any] | None) -> list[str]:
     alone = "the same, of one thread alone"
     if found is None:
         return [_row(kept, *[NOT_MEASURED] * (1 + len(PEERS))), _row(alone, NOT_MEASURED, *[NOT_ASKED] * len(PEERS))]
-    cells = [spread(found["kept"].get(key)) for key in ("own", *PEERS)]
+    kept_by = found["kept"]
+    cells = [
+        "failed" if key in kept_by and kept_by[key] is None else spread(kept_by.get(key)) for key in ("own", *PEERS)
+    ]
     return [_row(kept, *cells), _row(alone, spread(found["of_one_thread"]), *[NOT_ASKED] * len(PEERS))]
 
 

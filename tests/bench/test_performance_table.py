@@ -86,7 +86,10 @@ def test_rows_about_headrace_alone() -> None:
                 step={"step_ms": 3.5, "ratio": 1.35, "bandwidth_gb_s": 35.0},
                 batching={"ratios": {"fixed": spread(2.2), "fixed-compact": spread(1.2)}, "kv_waste_100": 0.03},
                 start_s=spread(2.8), idle_percent=0.9,
-                neighbour={"kept": {"own": spread(0.6), "llama_same": spread(0.1)}, "of_one_thread": spread(0.95)},
+                neighbour={
+                    "kept": {"own": spread(0.6), "llama_same": spread(0.1), "vllm": None},
+                    "of_one_thread": spread(0.95),
+                },
             )
         )
     )  # fmt: skip
@@ -95,7 +98,7 @@ def test_rows_about_headrace_alone() -> None:
     assert table["continuous against fixed batches, 32 sequences"][0].startswith("2.2 ×")
     assert table["idle stack, of a core"] == ["0.9 %", "–", "–", "–"]
     kept = table["output tok/s beside a busy process on one core, 1 client, of that without it"]
-    assert [cell.split()[0] for cell in kept] == ["0.6", "0.1", "not", "not"]
+    assert [cell.split()[0] for cell in kept] == ["0.6", "0.1", "not", "failed"]
     assert table["the same, of one thread alone"][0].startswith("0.95")
 
 
