@@ -35,8 +35,8 @@ def numbers(generator: np.random.Generator, high: int, *shape: int) -> np.ndarra
     return generator.integers(0, high, shape)
 
 
-def scales_of(generator: np.random.Generator, *shape: int) -> np.ndarray[Any, Any]:
-    return generator.uniform(0.01, 0.05, shape).astype(np.float16)
+def scales_of(generator: np.random.Generator, *shape: int, bits: int = 4) -> np.ndarray[Any, Any]:
+    return (generator.uniform(0.16, 0.8, shape) / 2**bits).astype(np.float16)
 
 
 def awq(generator: np.random.Generator, rows: int, columns: int) -> Written:
@@ -60,7 +60,7 @@ def gptq(bits: int, version: int = 1, symmetric: bool = False, act_order: bool =
         z = numbers(generator, 1 << bits, columns // GROUP, rows)
         if symmetric:
             z[:] = 1 << (bits - 1)
-        s = scales_of(generator, columns // GROUP, rows)
+        s = scales_of(generator, columns // GROUP, rows, bits=bits)
         group = np.arange(columns) // GROUP
         if act_order:
             group = generator.permutation(group)
@@ -79,7 +79,7 @@ def compressed(bits: int, groups: bool = True, zeros: bool = False, act_order: b
         num_groups = columns // GROUP if groups else 1
         q = numbers(generator, 1 << bits, rows, columns)
         z = numbers(generator, 1 << bits, rows, num_groups) if zeros else np.full((rows, num_groups), 1 << (bits - 1))
-        s = scales_of(generator, rows, num_groups)
+        s = scales_of(generator, rows, num_groups, bits=bits)
         group = np.arange(columns) // (columns // num_groups)
         if act_order:
             group = generator.permutation(group)

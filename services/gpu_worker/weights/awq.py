@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from services.gpu_worker.weights.source import WeightsError
-from services.gpu_worker.weights.stored_tensors import FLOATS, Module, StoredTensor
+from services.gpu_worker.weights.stored_tensors import FLOATS, Groups, Module, StoredTensor
 
 PACKED = 8  # codes in a word
 _SHIFTS = torch.tensor([0, 16, 4, 20, 8, 24, 12, 28])  # of a word's columns in order
@@ -22,6 +22,13 @@ class AWQMatrix:
     qzeros: StoredTensor  # int32 [K / G, N / 8]
     scales: StoredTensor  # [K / G, N]
     shape: tuple[int, ...]
+    bits: int = 4
+    centred: bool = False
+    in_order: bool = True
+
+    @property
+    def num_groups(self) -> int:
+        return self.scales.shape[0]
 
     @classmethod
     def of(cls, module: Module) -> AWQMatrix:
@@ -34,14 +41,15 @@ class AWQMatrix:
         return cls(qweight, module.take("qzeros", ("I32",), (groups, words)), scales, (words * PACKED, columns))
 
     def rows(self, start: int, end: int) -> torch.Tensor:
+        return self.groups(start, end).values()
+
+    def groups(self, start: int, end: int) -> Groups:
         first, last = start // PACKED, -(-end // PACKED)
         codes = _unpacked(self.qweight.columns(first, last))
         zeros = _unpacked(self.qzeros.columns(first, last))
         scales = self.scales.columns(first * PACKED, last * PACKED).float()
-        size = codes.shape[0] // zeros.shape[0]
-        values = (codes.view(-1, size, codes.shape[1]) - zeros[:, None]) * scales[:, None]
-        skipped = start - first * PACKED
-        return values.view(codes.shape).t()[skipped : skipped + end - start]
+        own = slice(start - first * PACKED, end - first * PACKED)
+        return Groups(codes.t()[own], zeros.t()[own], scales.t()[own])
 
 
 def _unpacked(words: torch.Tensor) -> torch.Tensor:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from services.gpu_worker.weights.source import WeightsError
-from services.gpu_worker.weights.stored_tensors import FLOATS, Module, StoredTensor, unpack_fields
+from services.gpu_worker.weights.stored_tensors import FLOATS, Groups, Module, StoredTensor, unpack_fields
 
 BITS = (4, 8)
 
@@ -23,6 +23,18 @@ class PackedMatrix:
     g_idx: StoredTensor | None  # [K]
     bits: int
     shape: tuple[int, ...]
+
+    @property
+    def num_groups(self) -> int:
+        return self.scales.shape[1]
+
+    @property
+    def centred(self) -> bool:
+        return self.zeros is None
+
+    @property
+    def in_order(self) -> bool:
+        return self.g_idx is None or int(self.g_idx.whole().min()) < 0
 
     @classmethod
     def of(cls, module: Module) -> PackedMatrix:
@@ -49,15 +61,15 @@ class PackedMatrix:
         return cls(packed, scales, zeros, g_idx, bits, (rows, columns))
 
     def rows(self, start: int, end: int) -> torch.Tensor:
-        columns, groups = self.shape[1], self.scales.shape[1]
-        codes = unpack_fields(self.packed.rows(start, end).t(), self.bits, columns).t()
-        scales = self.scales.rows(start, end).float()
-        zeros = self._zeros(start, end)
-        if self.g_idx is not None and int(self.g_idx.whole().min()) >= 0:
-            index = self.g_idx.whole().long()
-            return (codes - zeros[:, index]) * scales[:, index]
-        parts = codes.view(end - start, groups, columns // groups)
-        return ((parts - zeros[:, :, None]) * scales[:, :, None]).view(end - start, columns)
+        groups = self.groups(start, end)
+        if self.in_order or self.g_idx is None:
+            return groups.values()
+        index = self.g_idx.whole().long()
+        return (groups.codes - groups.zeros[:, index]) * groups.scales[:, index]
+
+    def groups(self, start: int, end: int) -> Groups:
+        codes = unpack_fields(self.packed.rows(start, end).t(), self.bits, self.shape[1]).t()
+        return Groups(codes, self._zeros(start, end), self.scales.rows(start, end).float())
 
     def _zeros(self, start: int, end: int) -> torch.Tensor:
         if self.zeros is None:

@@ -15,7 +15,7 @@ import torch
 
 from services.gpu_worker.model.config import ConfigError
 from services.gpu_worker.weights.source import WeightsError
-from services.gpu_worker.weights.stored_tensors import FLOATS, Module, StoredTensor, unpack_fields
+from services.gpu_worker.weights.stored_tensors import FLOATS, Groups, Module, StoredTensor, unpack_fields
 
 log = logging.getLogger(__name__)
 
@@ -31,6 +31,19 @@ class GPTQMatrix:
     bits: int
     stored_less_one: bool
     shape: tuple[int, ...]
+
+    @property
+    def num_groups(self) -> int:
+        return self.scales.shape[0]
+
+    @property
+    def centred(self) -> bool:
+        return bool((self._zeros() == 1 << (self.bits - 1)).all())
+
+    @property
+    def in_order(self) -> bool:
+        """Whether each group's columns lie together, as those of equal groups do."""
+        return self.g_idx is None or torch.equal(self.g_idx.whole().long(), self._equal_groups())
 
     @classmethod
     def of(cls, module: Module, bits: int, symmetric: bool, version: int) -> GPTQMatrix:
@@ -55,17 +68,21 @@ class GPTQMatrix:
         return cls(qweight, qzeros, scales, g_idx, bits, less_one, (rows, columns))
 
     def rows(self, start: int, end: int) -> torch.Tensor:
-        columns = self.shape[1]
-        codes = unpack_fields(self.qweight.columns(start, end), self.bits, columns)  # [K, rows]
-        zeros = _zeros(self.qzeros, self.bits)[:, start:end]
-        if self.stored_less_one:
-            zeros = (zeros + 1) & ((1 << self.bits) - 1)
-        scales = self.scales.columns(start, end).float()
-        if self.g_idx is not None:
-            groups = self.g_idx.whole().long()
-        else:
-            groups = torch.arange(columns) // (columns // scales.shape[0])
-        return ((codes - zeros[groups]) * scales[groups]).t()
+        codes, zeros, scales = self.groups(start, end)
+        index = self._equal_groups() if self.g_idx is None else self.g_idx.whole().long()
+        return (codes - zeros[:, index]) * scales[:, index]
+
+    def groups(self, start: int, end: int) -> Groups:
+        codes = unpack_fields(self.qweight.columns(start, end), self.bits, self.shape[1])  # [K, rows]
+        return Groups(codes.t(), self._zeros()[:, start:end].t(), self.scales.columns(start, end).float().t())
+
+    def _zeros(self) -> torch.Tensor:
+        """[groups, N]."""
+        zeros = _zeros(self.qzeros, self.bits)
+        return (zeros + 1) & ((1 << self.bits) - 1) if self.stored_less_one else zeros
+
+    def _equal_groups(self) -> torch.Tensor:
+        return torch.arange(self.shape[1]) // -(-self.shape[1] // self.num_groups)
 
 
 def _zeros(qzeros: StoredTensor, bits: int) -> torch.Tensor:

@@ -11,8 +11,13 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
+from kernels.packed_weight import Codes
 from services.gpu_worker.model.hf_config import config_from_hf, hf_family
+from services.gpu_worker.weights.awq import AWQMatrix
+from services.gpu_worker.weights.compressed import PackedMatrix
+from services.gpu_worker.weights.gptq import GPTQMatrix
 from services.gpu_worker.weights.names import hf_names, is_norm, place_parts
+from services.gpu_worker.weights.native_codes import Grouped, codes_of, codes_type
 from services.gpu_worker.weights.quantization import readable_tensors
 from services.gpu_worker.weights.source import CHUNK_BYTES, WeightsError, file_identity
 from services.gpu_worker.weights.stored_tensors import StoredTensor
@@ -34,6 +39,7 @@ class SafetensorsSource:
         self._norm_offset = family.norm_offset
         paths = shard_paths(folder)
         self._tensors = readable_tensors(quantization, _stored(paths))
+        self._codes_types: dict[str, str] = {}
         names = hf_names(family, self.config)
         self.file_name = names.name
         self._parts = place_parts(names, self.config, {name: t.shape for name, t in self._tensors.items()})
@@ -51,16 +57,27 @@ class SafetensorsSource:
         if self._norm_offset and is_norm(name):
             out += self._norm_offset
 
-    def stored(self, name: str, start: int, end: int) -> torch.Tensor:
-        """What is quantised comes as float16 where that holds it, at half the size."""
+    def stored(self, name: str, start: int, end: int) -> Codes | torch.Tensor:
+        """What is quantised comes as codes where there is a type for them, else as float16 if that holds it."""
+        part = self._parts[name]
+        tensor = self._tensors[part.name]
+        if isinstance(tensor, AWQMatrix | GPTQMatrix | PackedMatrix) and (
+            type_name := self._codes_type(part.name, tensor)
+        ):
+            return codes_of(tensor.groups(part.first_row + start, part.first_row + end), type_name)
         rows = self._rows(name, start, end)
-        if isinstance(self._tensors[self._parts[name].name], StoredTensor):
+        if isinstance(tensor, StoredTensor):
             return rows
         half = rows.half()
         return half if bool(half.isfinite().all()) else rows.contiguous()
 
     def release(self, name: str) -> None:
         """The reader copies; what it has mapped is the system's to take back."""
+
+    def _codes_type(self, name: str, matrix: Grouped) -> str:
+        if name not in self._codes_types:
+            self._codes_types[name] = codes_type(matrix)
+        return self._codes_types[name]
 
     def _rows(self, name: str, start: int, end: int) -> torch.Tensor:
         part = self._parts[name]

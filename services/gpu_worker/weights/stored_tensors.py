@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -47,6 +47,19 @@ class Readable(Protocol):
     def rows(self, start: int, end: int) -> torch.Tensor:
         """float32, or a float type as stored."""
         ...
+
+
+class Groups(NamedTuple):
+    """Rows of a matrix as integers: w[n, k] = (codes[n, k] - zeros[n, g]) scales[n, g], g = k // (K / groups)."""
+
+    codes: torch.Tensor  # [N, K]
+    zeros: torch.Tensor  # [N, groups]
+    scales: torch.Tensor  # float32 [N, groups]
+
+    def values(self) -> torch.Tensor:
+        """float32 [N, K]."""
+        parts = self.codes.reshape(*self.zeros.shape, -1) - self.zeros[:, :, None]
+        return (parts * self.scales[:, :, None]).view(self.codes.shape)
 
 
 class Module:
