@@ -2,7 +2,8 @@
 
 What is compiled is what each op's COMPILE_CASES would launch. A row of the table is one kernel for one target, with
 what it takes: registers, shared memory, matrix instructions. The exit status is not 0 if something did not compile,
-spills registers, needs more shared memory than the target has, or lacks the matrix instruction that its case names.
+spills registers, needs more shared memory than the target has, lacks the matrix instruction that its case names, or
+fuses operations that were to be rounded one by one.
 Needs a process of its own: a process that interprets kernels cannot compile them.
 """
 
@@ -117,6 +118,8 @@ def compile_launch(op: str, case: str, launch: Launch, target: Target) -> Report
     text = compiled.asm["ptx" if target.backend == "cuda" else "amdgcn"]
     mma = next((name for name, word in MMA[target.backend].items() if word in text), "")
     error = ""
+    if launch.options.get("enable_fp_fusion") is False and _fuses(compiled.asm, target):
+        error = "a multiplication is fused with an addition"
     if spills:
         error = f"{spills} {'bytes' if target.backend == 'cuda' else 'registers'} spilled"
     if compiled.metadata.shared > target.shared_bytes:
@@ -132,12 +135,21 @@ def _resources(asm: dict[str, str | bytes], target: Target) -> tuple[int, int]:
     if target.backend == "hip":
         text = str(asm["amdgcn"])
         return _number(r"\.vgpr_count:\s+(\d+)", text), _number(r"\.vgpr_spill_count:\s+(\d+)", text)
+    text = _dump(asm, "-res-usage")
+    return _number(r"REG:(\d+)", text), _number(r"STACK:(\d+)", text)
+
+
+def _fuses(asm: dict[str, str | bytes], target: Target) -> bool:
+    text = str(asm["amdgcn"]) if target.backend == "hip" else _dump(asm, "-sass")
+    return re.search(r"\b(FFMA|v_(pk_)?(fma|mac|mad|fmac)_f32)", text) is not None
+
+
+def _dump(asm: dict[str, str | bytes], what: str) -> str:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(asm["cubin"])  # type: ignore[arg-type]
         file.flush()
         tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-        text = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
-    return _number(r"REG:(\d+)", text), _number(r"STACK:(\d+)", text)
+        return subprocess.run([tool, what, file.name], capture_output=True, text=True, check=True).stdout
 
 
 def _number(pattern: str, text: str) -> int:

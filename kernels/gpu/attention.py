@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 import triton
@@ -180,7 +181,7 @@ def attention_triton(
         merge_parts(totals, stats, options.sinks, batch.positions, batch.ends, out, batch.first_row, window, shape)
 
 
-def _shape(q: torch.Tensor, tile_rows: int, padded: int, quantized: bool) -> tuple[int, dict[str, int]]:
+def _shape(q: torch.Tensor, tile_rows: int, padded: int, quantized: bool) -> tuple[int, dict[str, Any]]:
     """Keys of a tile, and warps and tiles in flight, as registers and shared memory allow (found by compiling)."""
     target = target_of(q)
     if target.backend == "hip":

@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+from kernels.dispatch import interpreted
+
 KIB = 1024
 
 
@@ -120,17 +122,21 @@ def launch(
     num_warps: int,
     num_stages: int = 1,
     all_registers: bool = False,
+    unfused: bool = False,
     **constants: Any,
 ) -> None:
     """args are the kernel's arguments in its order, constants its `tl.constexpr` parameters.
 
     all_registers: NVIDIA's compiler is not to spill a few of them so that more programs fit.
+    unfused: no multiplication may become one operation with an addition.
     """
     recorder = _recorder.get()
     options = {"num_warps": num_warps, "num_stages": num_stages}
     backend = recorder.target.backend if recorder is not None else "hip" if torch.version.hip else "cuda"
     if all_registers and backend == "cuda":
         options["maxnreg"] = 255
+    if unfused and not interpreted():
+        options["enable_fp_fusion"] = False
     if recorder is not None:
         recorder.launches.append(_on_paper(kernel, args, constants, options))
     elif all(grid):
