@@ -8,19 +8,15 @@ import torch
 
 from kernels.dispatch import uses_triton
 from kernels.gumbel import NoiseKey, gumbel_from_bits, gumbel_noise, gumbel_words
-from kernels.native.library import NativeLibrary, Pool
-from kernels.philox import MASK
-
-NativeOps = tuple[NativeLibrary, Pool]
 
 _MARGIN = 1.001  # covers float32 in the estimate and in the noise, a thousand times
 
 
-def gumbel_argmax(scores: torch.Tensor, keys: Sequence[NoiseKey], native: NativeOps | None = None) -> list[int]:
+def gumbel_argmax(scores: torch.Tensor, keys: Sequence[NoiseKey]) -> list[int]:
     """scores float32 [B, V], the largest of a row finite, minus infinity for tokens not to be drawn; a key a row."""
     if scores.dim() != 2 or scores.dtype != torch.float32 or len(keys) != scores.shape[0]:
         raise ValueError(f"gumbel_argmax: {len(keys)} keys for scores {scores.dtype} {tuple(scores.shape)}")
-    return _by_candidates(scores, keys) if native is None else _native(scores, keys, *native)
+    return _by_candidates(scores, keys)
 
 
 def gumbel_argmax_reference(scores: torch.Tensor, keys: Sequence[NoiseKey]) -> list[int]:
@@ -89,18 +85,3 @@ def _winners(scores: torch.Tensor, words: tuple[torch.Tensor, ...], rows: torch.
         if winners[row][1] < 0 or total > winners[row][0]:
             winners[row] = (total, token_id)
     return [token_id for _, token_id in winners]
-
-
-def _native(scores: torch.Tensor, keys: Sequence[NoiseKey], library: NativeLibrary, pool: Pool) -> list[int]:
-    """The C function is headrace_draw."""
-    num_rows, vocab_size = scores.shape
-    fields = torch.tensor([(k.seed & MASK, k.seed >> 32, k.position, k.choice) for k in keys], dtype=torch.int64)
-    words = fields.to(torch.uint32)
-    scratch = torch.empty(num_rows * library.draw_chunks(vocab_size), 2)
-    ids = torch.empty(num_rows, dtype=torch.int32)
-    library.draw(
-        pool.pointer, scores.contiguous().data_ptr(), words.data_ptr(), num_rows, vocab_size, scratch.data_ptr(),
-        ids.data_ptr(),
-    )  # fmt: skip
-    result: list[int] = ids.tolist()
-    return result

@@ -1,21 +1,17 @@
-/* The token of each row with the largest score plus Gumbel noise, to the bits that kernels/gumbel.py states.
+/* The token of a row with the largest score plus Gumbel noise, to the bits that kernels/gumbel.py states.
 
    Every float operation is rounded on its own and in the order written there; the compiler vectorises over tokens. */
-#include "native.h"
+#include "sampling.h"
 #include "simd.h"
 
-#define LANES 16   /* Philox calls side by side; each gives four tokens */
+#define LANES 16 /* Philox calls side by side; each gives four tokens */
+#define BATCH (4 * LANES)
+#define MOST_NOISE 24.0f      /* it is 22.9 where x is 0 */
+#define BOUND_MARGIN 0.001f   /* a thousand times the error of a noise */
 #define LN2_HIGH 0.693359375f
 #define LN2_LOW -2.12194440e-4f
 #define SQRT_HALF_BITS 0x3F3504F3
 #define LOG1P_REACH 0.29289323f
-
-struct draw_call {
-    const float *scores;
-    const struct noise_key *keys;
-    struct candidate *found; /* [row][chunk] */
-    int num_rows, vocab_size, num_chunks;
-};
 
 /* x[4 i + word] for the groups first + i. */
 static void philox(const struct noise_key *key, uint32_t first, uint32_t *x) {
@@ -73,61 +69,40 @@ INLINE float noise_of(uint32_t x) {
     return -log_reduced((float)e, fraction_of(exponential, e));
 }
 
-struct candidate draw_from(const float *logits, float largest, float temperature, const struct noise_key *key,
-                           int first, int end) {
+/* The scaled logits of count tokens from id on, minus infinity for those that are cut off; the largest. */
+INLINE float scores_of(const struct drawing *d, int id, int count, float *scores) {
+    for (int i = 0; i < count; i++) scores[i] = (d->logits[id + i] - d->largest) / d->temperature;
+    for (int i = 0; i < count; i++) {
+        int kept = (scores[i] > d->cut.least) | ((scores[i] == d->cut.least) & (id + i <= d->cut.last_id));
+        scores[i] = kept ? scores[i] : -INFINITY;
+    }
+    for (int i = count; i < BATCH; i++) scores[i] = -INFINITY;
+    vf largest = vf_load(scores);
+    for (int i = VL; i < BATCH; i += VL) largest = vf_max(largest, vf_load(scores + i));
+    return vf_largest(largest);
+}
+
+/* Noise falls as x grows, so the least x of a batch bounds it: most batches end there. */
+struct candidate draw_among(const struct noise_key *key, const struct drawing *d, int first, int end) {
     struct candidate best = {-INFINITY, first};
-    for (int id = first; id < end; id += 4 * LANES) {
-        uint32_t x[4 * LANES];
-        float total[4 * LANES];
-        int count = end - id < 4 * LANES ? end - id : 4 * LANES;
+    for (int id = first; id < end; id += BATCH) {
+        uint32_t x[BATCH], least = UINT32_MAX;
+        float scores[BATCH];
+        int count = end - id < BATCH ? end - id : BATCH;
+        float largest = scores_of(d, id, count, scores);
+        if (largest + MOST_NOISE <= best.value) continue;
         philox(key, (uint32_t)id / 4, x);
-        for (int i = 0; i < 4 * LANES; i++) total[i] = noise_of(x[i]);
-        for (int i = 0; i < count; i++) total[i] += (logits[id + i] - largest) / temperature;
-        for (int i = count; i < 4 * LANES; i++) total[i] = -INFINITY;
-        vf most_of_all = vf_load(total);
-        for (int i = VL; i < 4 * LANES; i += VL) most_of_all = vf_max(most_of_all, vf_load(total + i));
-        float most = vf_largest(most_of_all);
-        for (int i = 0; most > best.value && i < count; i++)
-            if (total[i] > best.value) best = (struct candidate){total[i], id + i};
+        for (int i = 0; i < BATCH; i++) least = x[i] < least ? x[i] : least;
+        if (largest + (noise_of(least) + BOUND_MARGIN) <= best.value) continue;
+        for (int i = 0; i < BATCH; i++) scores[i] += noise_of(x[i]);
+        for (int i = 0; i < count; i++)
+            if (scores[i] > best.value) best = (struct candidate){scores[i], id + i};
     }
     return best;
 }
 
-static void draw_piece(void *context, int phase, int piece, int thread) {
-    (void)phase, (void)thread;
-    const struct draw_call *call = context;
-    int row = piece / call->num_chunks, first = piece % call->num_chunks * DRAW_CHUNK;
-    int end = first + DRAW_CHUNK < call->vocab_size ? first + DRAW_CHUNK : call->vocab_size;
-    const float *scores = call->scores + (int64_t)row * call->vocab_size;
-    call->found[piece] = draw_from(scores, 0.0f, 1.0f, call->keys + row, first, end);
-}
-
-static int draw_pieces(void *context, int phase) {
-    (void)phase;
-    const struct draw_call *call = context;
-    return call->num_rows * call->num_chunks;
-}
-
-EXPORT int headrace_draw_chunks(int vocab_size) { return (vocab_size + DRAW_CHUNK - 1) / DRAW_CHUNK; }
-
-/* scores [num_rows][vocab_size]; ties go to the lowest id. found: room for num_rows * headrace_draw_chunks. */
-EXPORT void headrace_draw(struct pool *pool, const float *scores, const struct noise_key *keys, int num_rows,
-                          int vocab_size, struct candidate *found, int32_t *ids) {
-    int chunks = headrace_draw_chunks(vocab_size), at_once = 32768 / chunks;
-    for (int first = 0; first < num_rows; first += at_once) {
-        int rows = num_rows - first < at_once ? num_rows - first : at_once;
-        struct draw_call call = {
-            scores + (int64_t)first * vocab_size, keys + first, found + (int64_t)first * chunks, rows, vocab_size, chunks,
-        };
-        struct task task = {draw_pieces, draw_piece, &call, 1};
-        pool_run(pool, &task);
-    }
-    for (int row = 0; row < num_rows; row++) {
-        struct candidate best = found[(int64_t)row * chunks];
-        for (int i = 1; i < chunks; i++) {
-            struct candidate other = found[(int64_t)row * chunks + i];
-            if (other.value > best.value) best = other;
-        }
-        ids[row] = best.id;
-    }
+struct candidate draw_from(const float *logits, float largest, float temperature, const struct noise_key *key,
+                           int first, int end) {
+    struct drawing d = {logits, largest, temperature, {-INFINITY, INT32_MAX}};
+    return draw_among(key, &d, first, end);
 }

@@ -26,8 +26,8 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "silu_mul": (None, [c_void_p, c_void_p, c_void_p, c_int, c_int]),
     "weight_rows": (None, [POINTER(Matrix), POINTER(c_int32), c_int, c_void_p]),
     "rope": (None, [POINTER(Model), POINTER(Layer), POINTER(Step), c_void_p, c_int64, c_void_p]),
-    "draw_chunks": (c_int, [c_int]),
-    "draw": (None, [c_void_p, c_void_p, c_void_p, c_int, c_int, c_void_p, c_void_p]),
+    "sample_scratch": (c_int64, [c_void_p, c_int, c_int]),
+    "sample": (None, [c_void_p, c_void_p, c_int, c_int, c_void_p, c_void_p]),
     "attend_scratch": (c_int64, [POINTER(Model)]),
     "attend": (None, [POINTER(Model), POINTER(Layer), POINTER(Step), c_void_p, c_void_p, c_void_p]),
 }

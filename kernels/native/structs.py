@@ -1,9 +1,9 @@
-"""The structures of native.h, field by field, as ctypes has them."""
+"""The structures of native.h and sampling.h, field by field, as ctypes has them."""
 
 from __future__ import annotations
 
 import ctypes
-from ctypes import POINTER, c_float, c_int32, c_int64, c_void_p
+from ctypes import POINTER, c_double, c_float, c_int32, c_int64, c_void_p
 from typing import Any, ClassVar
 
 import torch
@@ -76,6 +76,23 @@ class Step(ctypes.Structure):
                 "logits", "drawn",
             )
         ),
+    ]  # fmt: skip
+
+
+MAX_TOP = 32
+
+
+class SamplingRow(ctypes.Structure):
+    _fields_: ClassVar[_Fields] = [
+        ("key", NoiseKey), ("logits", c_void_p), ("raw", c_void_p), ("top_p", c_double), ("temperature", c_float),
+        ("least", c_float), ("top_k", c_int32), ("num_top", c_int32),
+    ]  # fmt: skip
+
+
+class Sampled(ctypes.Structure):
+    _fields_: ClassVar[_Fields] = [
+        ("token_id", c_int32), ("logit", c_float), ("largest", c_float), ("num_top", c_int32), ("total", c_int64),
+        ("top_ids", c_int32 * MAX_TOP), ("top_logits", c_float * MAX_TOP),
     ]  # fmt: skip
 
 

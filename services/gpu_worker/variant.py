@@ -29,7 +29,7 @@ def kernel_variant(identity: str, *, block_size: int, dtype: str, kv_dtype: torc
 
 
 def native_variant(identity: str, library: str, *, block_size: int, layout: str) -> str:
-    """library: the name of the native ops, which says what they were built from. Sampling is torch's here too."""
+    """library: the name of the native ops, and so what they were built from. Rotary tables are torch's."""
     torch_isa = torch.backends.cpu.get_cpu_capability()
     digest = hashlib.sha256()
     for part in (identity, library, torch_isa, torch.__version__, layout, str(block_size)):

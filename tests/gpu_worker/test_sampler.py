@@ -11,17 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kernels.gumbel import NoiseKey, gumbel_noise
-from services.gpu_worker import sampler
-from services.gpu_worker.sampler import (
-    LOGPROB_FLOOR,
-    Draw,
-    apply_controls,
-    filtered_ids,
-    ordered_sum,
-    sample,
-    top_ids,
-    validate,
-)
+from kernels.token_filter import filtered_ids
+from services.gpu_worker.sampler import LOGPROB_FLOOR, Draw, apply_controls, sample, validate
 from shared.protocol import SamplingParams
 from tests.kernels.threads import torch_threads
 
@@ -75,7 +66,8 @@ def test_a_draw_is_logits_plus_noise() -> None:
 
 def test_draws_follow_the_distribution() -> None:
     logits = torch.tensor([0.0, 1.0, 2.0, -1.0])
-    tokens = [one(logits, draw(temperature=0.5, seed=seed)) for seed in range(1500)]
+    draws = [draw(temperature=0.5, seed=seed) for seed in range(1500)]
+    tokens = [token.token_id for token in sample(logits.expand(1500, 4), draws)]
     shares = torch.bincount(torch.tensor(tokens), minlength=4) / 1500
     assert (shares - (logits / 0.5).softmax(0)).abs().max() < 0.04
 
@@ -101,76 +93,6 @@ def test_the_logits_are_not_modified() -> None:
     before = logits.clone()
     sample(logits, [draw(temperature=1.0, logit_bias={3: 5.0}, repetition_penalty=2.0, logprobs=2)] * 2)
     assert torch.equal(logits, before)
-
-
-# --- filters ---------------------------------------------------------------------------------------------------------
-
-
-def plain_filter(scaled: list[float], top_k: int, top_p: float, min_p: float) -> set[int]:
-    """The definition, with Python's numbers: best first, equal ones by id."""
-    order = sorted(range(len(scaled)), key=lambda i: (-scaled[i], i))
-    if top_k:
-        order = order[:top_k]
-    if top_p < 1:
-        weights = [math.exp(scaled[i]) for i in order]
-        kept, reached = [], 0.0
-        for i, weight in zip(order, weights, strict=True):
-            kept.append(i)
-            reached += weight
-            if reached >= top_p * sum(weights):
-                break
-        order = kept
-    return {i for i in order if min_p == 0 or scaled[i] >= math.log(min_p)}
-
-
-@given(
-    values=st.lists(st.integers(-8, 0), min_size=2, max_size=40),
-    top_k=st.integers(0, 45),
-    top_p=st.sampled_from([1.0, 0.97, 0.83, 0.31, 0.011]),
-    min_p=st.sampled_from([0.0, 0.013, 0.21, 1.0]),
-)
-def test_filters(values: list[int], top_k: int, top_p: float, min_p: float) -> None:
-    scaled = torch.tensor([float(v - max(values)) for v in values])
-    kept = filtered_ids(scaled, params(top_k=top_k, top_p=top_p, min_p=min_p))
-    want = plain_filter(scaled.tolist(), top_k, top_p, min_p)
-    if kept is None:
-        assert want == set(range(len(values)))
-    else:
-        assert kept.tolist() == sorted(want)
-
-
-def test_nucleus_beyond_its_first_candidates(monkeypatch: pytest.MonkeyPatch) -> None:
-    scaled = row(2, 2000) - row(2, 2000).max()
-    want = filtered_ids(scaled, params(top_p=0.9))
-    monkeypatch.setattr(sampler, "_LIKELY", -0.1)
-    got = filtered_ids(scaled, params(top_p=0.9))
-    assert want is not None and got is not None
-    assert torch.equal(want, got) and 3 < len(got) < 2000 and scaled[got].min() < -0.1
-
-
-def test_filtered_draws_use_the_whole_row_s_noise() -> None:
-    logits = row(5)
-    kept = filtered_ids(logits - logits.max(), params(top_k=5))
-    assert kept is not None
-    noise = gumbel_noise(NoiseKey(11, 0, 0), VOCAB)
-    assert one(logits, draw(temperature=1.0, top_k=5)) == int(kept[(logits[kept] + noise[kept]).argmax()])
-
-
-def test_top_ids_of_equal_values_are_the_lowest() -> None:
-    values = torch.tensor([1.0, 2.0, 1.0, 3.0, 1.0, 2.0])
-    assert top_ids(values, 1).tolist() == [3]
-    assert top_ids(values, 4).tolist() == [3, 1, 5, 0]
-    assert top_ids(values, 6).tolist() == [3, 1, 5, 0, 2, 4]
-
-
-def test_ordered_sum_does_not_depend_on_threads() -> None:
-    values = row(0, 100_000).exp()
-    results = set()
-    for threads in (1, 2, 3, 5):
-        with torch_threads(threads):
-            results.add(ordered_sum(values))
-    assert len(results) == 1
-    assert results.pop() == pytest.approx(math.fsum(values.tolist()), rel=1e-6)
 
 
 # --- controls --------------------------------------------------------------------------------------------------------
@@ -207,7 +129,7 @@ def test_temperature_comes_before_the_filters() -> None:
     """At a high temperature top-p leaves more; penalties have acted on the logits before it."""
     logits = torch.tensor([3.0, 2.0, 1.0, 0.0])
     cold, hot = ((logits - 3.0) / t for t in (0.25, 4.0))
-    cold_ids, hot_ids = (filtered_ids(scaled, params(top_p=0.9)) for scaled in (cold, hot))
+    cold_ids, hot_ids = (filtered_ids(scaled, 0, 0.9, 0.0) for scaled in (cold, hot))
     assert cold_ids is not None and hot_ids is not None
     assert len(cold_ids) == 1 and len(hot_ids) == 4
 

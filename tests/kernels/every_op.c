@@ -8,7 +8,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "native.h"
+#include "sampling.h"
 
 #define COLUMNS 512
 #define NUM_ROWS 11
@@ -133,17 +133,22 @@ static void products(void) {
     }
 }
 
-static void draws(void) {
-    int (*chunks)(int) = function("headrace_draw_chunks");
-    void (*draw)(struct pool *, const float *, const uint32_t *, int, int, void *, int32_t *) =
-        function("headrace_draw");
+static void samples(void) {
+    int64_t (*room_for)(const struct pool *, int, int) = function("headrace_sample_scratch");
+    void (*sample)(struct pool *, const struct sampling_row *, int, int, void *, struct sampled *) =
+        function("headrace_sample");
     enum { VOCAB = 9001, ROWS = 6 };
-    float *scores = floats(VOCAB * ROWS, 8.0f);
-    for (int i = 0; i < VOCAB; i += 3) scores[VOCAB + i] = -INFINITY;
-    uint32_t *keys = bytes_of(ROWS * 16);
-    int32_t ids[ROWS];
-    draw(pool, scores, keys, ROWS, VOCAB, room((size_t)chunks(VOCAB) * ROWS * 8), ids);
-    put("draw", ids, sizeof ids);
+    float *logits = floats(VOCAB * ROWS, 8.0f);
+    for (int i = 0; i < VOCAB; i += 3) logits[VOCAB + i] = -INFINITY;
+    struct sampling_row rows[ROWS];
+    struct sampled *sampled = room(sizeof *sampled * ROWS);
+    for (int i = 0; i < ROWS; i++) {
+        const float *raw = logits + (int64_t)(i == 1 ? 0 : i) * VOCAB;
+        rows[i] = (struct sampling_row){{next(), next(), next(), next()}, logits + i * VOCAB, raw,
+                                        i % 2 ? 0.9 : 1.0, 0.5f + (float)i, -6.0f, i % 3 * 40, 4 * i - 1};
+    }
+    sample(pool, rows, ROWS, VOCAB, room((size_t)room_for(pool, ROWS, VOCAB) * 4), sampled);
+    put("sample.draw", sampled, sizeof *sampled * ROWS);
 }
 
 /* --- a whole step ------------------------------------------------------------------------------------------------- */
@@ -219,7 +224,7 @@ int main(int argc, char **argv) {
     pool = pool_of(2);
     row_ops();
     products();
-    draws();
+    samples();
     decoder("decoder.several_splits", 520, model_of(2, 1, 16, 16, Q8_0));
     decoder("decoder.64", 70, model_of(6, 2, 64, 16, Q4_1));
     decoder("decoder.40", 20, model_of(4, 1, 40, 8, Q5_0));

@@ -6,18 +6,8 @@ import pytest
 import torch
 
 from kernels.gumbel import NoiseKey, gumbel_noise
-from kernels.gumbel_argmax import NativeOps, gumbel_argmax, gumbel_argmax_reference
-from kernels.native.library import Pool
-from tests.kernels.native_libraries import ISAS, library_for
+from kernels.gumbel_argmax import gumbel_argmax, gumbel_argmax_reference
 from tests.kernels.threads import torch_threads
-
-
-@pytest.fixture(scope="module", params=["torch", *(isa.name for isa in ISAS)])
-def native(request: pytest.FixtureRequest) -> NativeOps | None:
-    if request.param == "torch":
-        return None
-    library = library_for(next(isa for isa in ISAS if isa.name == request.param))
-    return library, Pool(library, 2)
 
 
 def keys_of(count: int) -> list[NoiseKey]:
@@ -26,25 +16,25 @@ def keys_of(count: int) -> list[NoiseKey]:
 
 @pytest.mark.parametrize("scale", [0.0, 1e-3, 0.3, 1.0, 4.0, 30.0, 1e4])
 @pytest.mark.parametrize("vocab_size", [1, 3, 63, 100, 5001])
-def test_against_the_specification(native: NativeOps | None, scale: float, vocab_size: int) -> None:
+def test_against_the_specification(scale: float, vocab_size: int) -> None:
     """From all equal to one certain token; a scale of 1e4 gives scores whose exponentials are zero."""
     torch.manual_seed(vocab_size)
     scores = torch.randn(150, vocab_size) * scale
     keys = keys_of(150)
-    assert gumbel_argmax(scores, keys, native) == gumbel_argmax_reference(scores, keys)
+    assert gumbel_argmax(scores, keys) == gumbel_argmax_reference(scores, keys)
 
 
-def test_banned_tokens_are_not_drawn(native: NativeOps | None) -> None:
+def test_banned_tokens_are_not_drawn() -> None:
     scores = torch.full((60, 100), -torch.inf)
     scores[:, 70] = -5.0
-    assert gumbel_argmax(scores, keys_of(60), native) == [70] * 60
+    assert gumbel_argmax(scores, keys_of(60)) == [70] * 60
     scores[:, 20] = -5.0
-    drawn = gumbel_argmax(scores, keys_of(60), native)
+    drawn = gumbel_argmax(scores, keys_of(60))
     assert set(drawn) == {20, 70}
     assert drawn == gumbel_argmax_reference(scores, keys_of(60))
 
 
-def test_ties_go_to_the_lowest_id(native: NativeOps | None) -> None:
+def test_ties_go_to_the_lowest_id() -> None:
     """Scores made so that several tokens have the very same total."""
     key = NoiseKey(3, 0, 0)
     noise = gumbel_noise(key, 40)
@@ -54,16 +44,16 @@ def test_ties_go_to_the_lowest_id(native: NativeOps | None) -> None:
     totals = scores[0] + noise
     tied = (totals == totals.max()).nonzero().flatten().tolist()
     assert len(tied) > 1
-    assert gumbel_argmax(scores, [key], native) == [min(tied)]
+    assert gumbel_argmax(scores, [key]) == [min(tied)]
 
 
-def test_a_row_is_drawn_alone_as_together(native: NativeOps | None) -> None:
+def test_a_row_is_drawn_alone_as_together() -> None:
     scores, keys = torch.randn(33, 9001) * 2, keys_of(33)
-    alone = [gumbel_argmax(scores[i : i + 1], keys[i : i + 1], native)[0] for i in range(33)]
+    alone = [gumbel_argmax(scores[i : i + 1], keys[i : i + 1])[0] for i in range(33)]
     for threads in (1, 2, 3):
         with torch_threads(threads):
-            assert gumbel_argmax(scores, keys, native) == alone
-            assert gumbel_argmax(scores.flip(0), keys[::-1], native) == alone[::-1]
+            assert gumbel_argmax(scores, keys) == alone
+            assert gumbel_argmax(scores.flip(0), keys[::-1]) == alone[::-1]
 
 
 def test_refuses_other_shapes() -> None:

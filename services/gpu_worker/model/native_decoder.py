@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from kernels.gumbel_argmax import NativeOps
 from kernels.native.library import NativeLibrary, Pool
 from kernels.native.structs import Draw, Layer, Linear, Matrix, Model, NoiseKey, Step, address
+from kernels.sample_tokens import NativeOps
 from services.gpu_worker.model.config import ModelConfig
 from services.gpu_worker.model.rope import rope_tables
 from services.gpu_worker.native_inputs import NativeInputs

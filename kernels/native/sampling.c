@@ -1,0 +1,120 @@
+/* A token for each row of logits: filters, draw and sums for log-probabilities, to the bits of kernels/token_filter.py.
+
+   A row is filtered by one thread, then drawn from in chunks. What top-k and top-p keep is the beginning of one order.
+   Tokens that may be its end are gathered first (candidates.c), so that little of it is ever sorted out. */
+#include "sampling.h"
+#include "simd.h"
+
+
+#define SCRATCH_ROWS 4 /* scaled logits, and candidates' values, weights and ids */
+struct call {
+    const struct sampling_row *rows;
+    struct sampled *sampled;
+    struct drawing *drawings; /* [row] */
+    struct candidate *drawn;  /* [row][chunk] */
+    float *scratch;           /* [thread][SCRATCH_ROWS][vocab_size] */
+    int num_rows, vocab_size, num_chunks;
+};
+
+static struct candidates candidates_in(float *scratch, int vocab_size) {
+    return (struct candidates){scratch, scratch + vocab_size, (int32_t *)(scratch + 2 * (int64_t)vocab_size), 0};
+}
+
+static struct cut filter(const struct sampling_row *row, const float *scaled, int count, struct candidates *c) {
+    static const float likely[] = {-5.0f, -10.0f, -INFINITY}; /* scaled logits that top-p looks at, until that does */
+    if (row->top_k > 0 && row->top_k < count) {
+        gather_best(scaled, count, row->top_k, c);
+        if (row->top_p < 1.0) {
+            weigh_candidates(c);
+            keep_weight(c, wanted_weight(candidates_weight(c), row->top_p));
+        }
+    } else {
+        int64_t wanted = wanted_weight(total_weight(scaled, count, 0.0f), row->top_p);
+        for (int i = 0; i < 3; i++) {
+            gather(scaled, count, likely[i], c);
+            weigh_candidates(c);
+            if (candidates_weight(c) >= wanted) break;
+        }
+        keep_weight(c, wanted);
+    }
+    struct cut cut = last_of(c);
+    return row->least > cut.least ? (struct cut){row->least, INT32_MAX} : cut;
+}
+
+/* The sum of weights of the raw logits, and the best of them. */
+static void sum_up(const struct sampling_row *row, int count, struct candidates *c, struct sampled *to) {
+    to->largest = largest_of(row->raw, count);
+    to->total = total_weight(row->raw, count, to->largest);
+    if (row->num_top == 0) return;
+    gather_best(row->raw, count, row->num_top, c);
+    for (int i = 0; i < c->count; i++) {
+        int at = to->num_top++;
+        for (; at && to->top_logits[at - 1] < c->values[i]; at--) {
+            to->top_logits[at] = to->top_logits[at - 1];
+            to->top_ids[at] = to->top_ids[at - 1];
+        }
+        to->top_logits[at] = c->values[i];
+        to->top_ids[at] = c->ids[i];
+    }
+}
+
+static void filter_piece(struct call *call, int number, int thread) {
+    const struct sampling_row *row = call->rows + number;
+    struct sampled *to = call->sampled + number;
+    int count = call->vocab_size;
+    float *scaled = call->scratch + SCRATCH_ROWS * (int64_t)thread * count, largest = largest_of(row->logits, count);
+    struct candidates c = candidates_in(scaled + count, count);
+    *to = (struct sampled){.id = 0};
+    while (row->logits[to->id] != largest && to->id < count - 1) to->id++;
+    if (row->num_top >= 0) sum_up(row, count, &c, to);
+    struct drawing *d = call->drawings + number;
+    *d = (struct drawing){row->logits, largest, row->temperature, {row->least, INT32_MAX}};
+    if (row->temperature == 0.0f || (row->top_p >= 1.0 && !(row->top_k > 0 && row->top_k < count))) return;
+    for (int i = 0; i < count; i++) scaled[i] = (row->logits[i] - largest) / row->temperature;
+    d->cut = filter(row, scaled, count, &c);
+}
+
+static void run(void *context, int phase, int piece, int thread) {
+    struct call *call = context;
+    if (phase == 0) {
+        filter_piece(call, piece, thread);
+        return;
+    }
+    int row = piece / call->num_chunks, first = piece % call->num_chunks * DRAW_CHUNK;
+    int end = first + DRAW_CHUNK < call->vocab_size ? first + DRAW_CHUNK : call->vocab_size;
+    const struct drawing *d = call->drawings + row;
+    if (d->temperature != 0.0f) call->drawn[piece] = draw_among(&call->rows[row].key, d, first, end);
+}
+
+static int prepare(void *context, int phase) {
+    const struct call *call = context;
+    return phase == 0 ? call->num_rows : call->num_rows * call->num_chunks;
+}
+
+static int num_chunks(int vocab_size) { return (vocab_size + DRAW_CHUNK - 1) / DRAW_CHUNK; }
+
+/* Floats that `headrace_sample` needs beside. */
+EXPORT int64_t headrace_sample_scratch(const struct pool *pool, int num_rows, int vocab_size) {
+    int64_t a_row = (int64_t)sizeof(struct drawing) / 4 + num_chunks(vocab_size) * (int64_t)sizeof(struct candidate) / 4;
+    return num_rows * a_row + SCRATCH_ROWS * (int64_t)pool_num_threads(pool) * vocab_size;
+}
+
+EXPORT void headrace_sample(struct pool *pool, const struct sampling_row *rows, int num_rows, int vocab_size, void *scratch,
+                            struct sampled *sampled) {
+    struct call call = {rows, sampled, scratch, NULL, NULL, num_rows, vocab_size, num_chunks(vocab_size)};
+    call.drawn = (struct candidate *)(call.drawings + num_rows);
+    call.scratch = (float *)(call.drawn + (int64_t)num_rows * call.num_chunks);
+    struct task task = {prepare, run, &call, 2};
+    pool_run(pool, &task);
+    for (int i = 0; i < num_rows; i++) {
+        if (rows[i].temperature != 0.0f) {
+            struct candidate best = call.drawn[(int64_t)i * call.num_chunks];
+            for (int j = 1; j < call.num_chunks; j++) {
+                struct candidate other = call.drawn[(int64_t)i * call.num_chunks + j];
+                if (other.value > best.value) best = other;
+            }
+            sampled[i].id = best.id;
+        }
+        sampled[i].logit = rows[i].raw[sampled[i].id];
+    }
+}
