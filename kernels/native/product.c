@@ -78,6 +78,13 @@ INLINE void prefetch_group(const struct matrix *w, int64_t group, int bits) {
     for (int i = 0; i < bytes; i += 64) __builtin_prefetch(codes + i);
 }
 
+/* With 16 registers, loops unrolled over rows keep their sums there and weights in memory: the wrong way round. */
+#if VL == 8
+#define ONE_AT_A_TIME _Pragma("GCC unroll 1")
+#else
+#define ONE_AT_A_TIME
+#endif
+
 struct scales {
     vf d[2], m[2]; /* of the two half groups; m is added */
 };
@@ -127,6 +134,7 @@ INLINE void quantised(const struct matrix *w, int tile, const struct rows *x, in
             if (lane == 0) prefetch_group(w, tile * groups + g, bits);
             load_group(w, tile * groups + g, lane, bits, group);
             struct scales scale = load_scales(w, tile * groups + g, tile * supers + g / 8, lane, kind, centre);
+            ONE_AT_A_TIME
             for (int t = 0; t < count; t++) {
                 const int8_t *row_q = q + t * x->columns + g * GROUP;
                 int64_t at = t * groups + g;
@@ -147,6 +155,55 @@ INLINE void quantised(const struct matrix *w, int tile, const struct rows *x, in
         for (int t = 0; t < count; t++) vf_store(out[t] + lane, acc[t]);
     }
 }
+
+#if VL == 8 && !HAS_DOT4
+/* The same for 4 bits and several rows. All of the tile's rows share a broadcast of activations, since loads are what
+   the loops are short of; half a group at a time, so that its weights stay in registers. */
+INLINE void nibbles(const struct matrix *w, int tile, const struct rows *x, int row, int count, int kind, int centre,
+                    float (*out)[TILE_ROWS]) {
+    int64_t groups = w->columns / GROUP, supers = groups / (SUPER_GROUP / GROUP);
+    vf acc[MAX_BLOCK_ROWS][2];
+    for (int t = 0; t < count; t++) acc[t][0] = acc[t][1] = vf_set(0.0f);
+    for (int64_t g = 0; g < groups; g++) {
+        const uint8_t *codes = (const uint8_t *)w->codes + (tile * groups + g) * 256;
+        const int8_t *q = x->q + row * x->columns + g * GROUP;
+        struct scales scale[2];
+        vi part[MAX_BLOCK_ROWS][2];
+        prefetch_group(w, tile * groups + g, 4);
+        for (int i = 0; i < 2; i++)
+            scale[i] = load_scales(w, tile * groups + g, tile * supers + g / 8, i * VL, kind, centre);
+        for (int half = 0; half < 2; half++) {
+            vi low[4], high[4]; /* the tile's rows 0 to 7 and 8 to 15 */
+            for (int v = 0; v < 4; v++) {
+                low[v] = vb_low(vb_shift(vb_load(codes + 64 * v), 4 * half), 15);
+                high[v] = vb_low(vb_shift(vb_load(codes + 64 * v + 32), 4 * half), 15);
+            }
+            ONE_AT_A_TIME
+            for (int t = 0; t < count; t++) {
+                const int8_t *from = q + t * x->columns + 16 * half;
+                vi a = pairs(low[0], from), b = pairs(high[0], from);
+                for (int v = 1; v < 4; v++) {
+                    a = add16(a, pairs(low[v], from + 4 * v));
+                    b = add16(b, pairs(high[v], from + 4 * v));
+                }
+                if (half == 0) {
+                    part[t][0] = a, part[t][1] = b;
+                    continue;
+                }
+                int64_t at = (row + t) * groups + g;
+                vf x_d = vf_set(x->d[at]), x_s = vf_set(x->s[at]);
+                vf n[2] = {vf_from_int(widen16(add16(part[t][0], a))), vf_from_int(widen16(add16(part[t][1], b)))};
+                for (int i = 0; i < 2; i++)
+                    acc[t][i] = vf_fma(scale[i].m[0], x_s, vf_fma(vf_mul(n[i], scale[i].d[0]), x_d, acc[t][i]));
+            }
+        }
+    }
+    for (int t = 0; t < count; t++)
+        for (int i = 0; i < 2; i++) vf_store(out[t] + i * VL, acc[t][i]);
+}
+#else
+#define nibbles(...) ((void)0)
+#endif
 
 INLINE void dense(const struct matrix *w, int tile, const struct rows *x, int row, int count, int format,
                   float (*out)[TILE_ROWS]) {
@@ -169,18 +226,23 @@ INLINE void block(const struct matrix *w, int tile, const struct rows *x, int ro
                   float (*out)[TILE_ROWS]) {
     switch (w->format) {
 #define DENSE(name) case name: dense(w, tile, x, row, count, name, out); break
+#define FOUR_BITS(t) \
+    case t: \
+        if (VL == 8 && !HAS_DOT4 && count > 2) nibbles(w, tile, x, row, count, types[t].kind, types[t].centre, out); \
+        else quantised(w, tile, x, row, count, 4, types[t].kind, types[t].centre, out); \
+        break
 #define TYPE(t) case t: quantised(w, tile, x, row, count, types[t].bits, types[t].kind, types[t].centre, out); break
         DENSE(F32);
         DENSE(F16);
         DENSE(BF16);
-        TYPE(Q4_0);
-        TYPE(Q4_1);
+        FOUR_BITS(Q4_0);
+        FOUR_BITS(Q4_1);
         TYPE(Q5_0);
         TYPE(Q5_1);
         TYPE(Q8_0);
         TYPE(Q2_K);
         TYPE(Q3_K);
-        TYPE(Q4_K);
+        FOUR_BITS(Q4_K);
         TYPE(Q5_K);
         TYPE(Q6_K);
     }
