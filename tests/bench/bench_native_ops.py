@@ -1,6 +1,7 @@
 """Speed of the native ops on this machine: `python -m tests.bench.bench_native_ops [MODEL.gguf]`.
 
-Read bandwidth, products on a large layer and on a model's own shapes, and a decoder's step against the bytes it reads.
+Read bandwidth, products on a large layer and on a model's own shapes, a decoder's step against the bytes it reads, and
+what drawing tokens adds to it.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -23,6 +25,14 @@ from services.gpu_worker.batch import Chunk
 from services.gpu_worker.native_engine import NativeEngine
 from tests.gpu_worker.tiny_models import Runner
 
+SAMPLING: dict[str, dict[str, Any]] = {
+    "temperature 1": {"temperature": 1.0},
+    "top_p 0.9": {"temperature": 1.0, "top_p": 0.9},
+    "top_k 40": {"temperature": 1.0, "top_k": 40},
+    "min_p 0.05": {"temperature": 1.0, "min_p": 0.05},
+    "5 log-probabilities": {"temperature": 0.0, "logprobs": 5},
+    "repetition penalty 1.1": {"temperature": 0.0, "repetition_penalty": 1.1},
+}
 SHAPES = [(14336, 4096), (960, 576), (576, 576), (3072, 576), (576, 1536)]
 
 
@@ -88,6 +98,21 @@ def steps(model: Path, library: NativeLibrary, threads: int, seconds: float, ban
         say(f"prompt of {count}: {spent * 1e3:6.1f} ms, {count / spent:.0f} tok/s")
 
 
+def sampling(model: Path, library: NativeLibrary, threads: int, seconds: float) -> None:
+    """What drawing costs a step, against greedy decoding of the same sequences measured beside it."""
+    engine = NativeEngine.load(model, library, num_threads=threads, kv_cache_bytes=1 << 28)
+    for batch in (1, 8, 32):
+        for name, params in SAMPLING.items():
+            spent = []
+            for asked in ({"temperature": 0.0}, params):
+                runner = Runner(engine)
+                sequences = [runner.sequence([5] * 64, 4, **asked) for _ in range(batch)]
+                runner.run(sequences)
+                chunks = [Chunk(s, len(s.token_ids) - 1, 1, sample=True) for s in sequences]
+                spent.append(best_seconds(partial(engine.step, chunks), seconds))
+            say(f"step of {batch:2}, {name}: {spent[1] * 1e3:6.2f} ms, {spent[1] / spent[0]:.2f} x greedy")
+
+
 def main() -> int:
     ap = argparse.ArgumentParser(description=__doc__)
     ap.add_argument("model", type=Path, nargs="?")
@@ -112,6 +137,7 @@ def main() -> int:
     pool.close()
     if args.model:
         steps(args.model, library, args.threads, args.seconds, bandwidth)
+        sampling(args.model, library, args.threads, args.seconds)
     return 0
 
 
