@@ -8,6 +8,7 @@ import torch
 
 from kernels.dispatch import uses_triton
 from kernels.gumbel import NoiseKey, gumbel_from_bits, gumbel_noise, gumbel_words
+from kernels.philox import MASK
 
 _MARGIN = 1.001  # covers float32 in the estimate and in the noise, a thousand times
 
