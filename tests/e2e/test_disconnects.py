@@ -23,6 +23,7 @@ NUM_BLOCKS = 256
 MAX_SPARES = NUM_BLOCKS // 20 + 1  # of the worker's spare grant, which it may keep
 LONG = 1000  # tokens of a prompt: a second of computing
 ENDLESS = 1500  # tokens of an answer: half a minute
+HOLDING = 150  # tokens of an answer that has to be there until others have been queued: three seconds
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -89,7 +90,7 @@ async def test_it_leaves_while_its_request_waits(stream: bool, stack: Stack, con
     """Others have all the slots. They go on; the slots that the one that left waited for are not taken for it."""
     client = connect(stack.url)
     name = f"holds a slot {stream}"
-    holders = [client.begin(plain(f"{name} {i}", 60)) for i in range(MAX_NUM_SEQS + 1)]  # one waits at the worker
+    holders = [client.begin(plain(f"{name} {i}", HOLDING)) for i in range(MAX_NUM_SEQS + 1)]  # one waits at the worker
     await wait_until(lambda: len(stack.state.running()) == MAX_NUM_SEQS + 1)
     known = {s.sid for s in stack.state.sequences()}
     leaving = client.begin(plain(f"queued {stream}", ENDLESS, stream=stream, n=3, temperature=1, seed=3))
@@ -102,7 +103,7 @@ async def test_it_leaves_while_its_request_waits(stream: bool, stack: Stack, con
     assert len(own) == 3 and {s.outcome.reason for s in own if s.outcome} == {"cancelled"}
     assert all(s.epoch == 0 and not s.num_tokens for s in own), "it was run"
     for i, holder in enumerate(holders):
-        assert (await holder).text == words(f"{name} {i}", 60)
+        assert (await holder).text == words(f"{name} {i}", HOLDING)
 
 
 async def num_left(client: Client) -> float:
