@@ -56,8 +56,9 @@ async def kill_at(position: int, stack: Stack, client: Client, undisturbed: list
         await asyncio.wait_for(reached.wait(), 30)
     running = stack.state.running()
     victim = worker_of(stack, [s for s in running if s.num_tokens >= position] or running)
-    lost = [s for s in running if s.worker == victim.incarnation]
     killed_at = stack.kill(victim)
+    victim.popen.wait(10)
+    lost = [s for s in stack.state.running() if s.worker == victim.incarnation]  # not who has ended just before
     detected_s = await seconds_until_moved(stack, lost, killed_at) if lost else 0.0
     answers = [await watched, *await others]
     pause_s = longest_pause_s(answers, killed_at)
