@@ -118,13 +118,16 @@ class NativeEngine:
         if not chunks:
             return []
         inputs = build_native_inputs(chunks, self._geometry)
-        return NativeStep(self.decoder, chunks, inputs, self.decoder.run(inputs)).results()
+        with memory_errors():
+            run = self.decoder.run(inputs)
+        return NativeStep(self.decoder, chunks, inputs, run).results()
 
     def begin(self, chunks: Seq[Chunk]) -> NativeStep:
         """As `OverlappingEngine.begin`."""
         before = self._before
         inputs = build_native_inputs(chunks, self._geometry, before.samples if before else None)
-        run = self.decoder.begin(inputs, before.run if before else None)
+        with memory_errors():
+            run = self.decoder.begin(inputs, before.run if before else None)
         self._before = NativeStep(self.decoder, chunks, inputs, run)
         return self._before
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from services.gpu_worker.batch import Chunk
+from services.gpu_worker.batch import Chunk, SampledToken
 from services.gpu_worker.composer import Budget
 from services.gpu_worker.engine import draw_of
 from services.gpu_worker.engine_thread import EngineLoop
@@ -102,6 +102,30 @@ def test_no_more_than_two_steps_are_under_way(engine: NativeEngine) -> None:
         for _ in range(200):
             begun.append(engine.begin(chunks))
     assert begun[-2].results() == begun[-1].results() == engine.step(chunks)
+
+
+def test_memory_that_cannot_be_had_for_logits_is_known_as_that(
+    engine: NativeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only then are steps made smaller; torch raises something else."""
+    seq = Runner(engine).sequence([1, 2, 3], 3)
+    monkeypatch.setattr(engine.decoder, "_logits", torch.empty(0, 1 << 50))
+    for start in (engine.begin, engine.step):
+        with pytest.raises(MemoryError, match="memory"):
+            start([Chunk(seq, 0, 3, sample=True)])
+
+
+def test_a_decoder_ends_while_steps_are_under_way(tmp_path: Path) -> None:
+    """The one that has begun ends before its memory goes; the one that waits is forgotten."""
+    save("llama", tmp_path)
+    engine = load_native(tmp_path, kv_cache_bytes=1 << 20)
+    chunks = [Chunk(Runner(engine).sequence(list(range(60)), 3), 0, 60, sample=True)]
+    first, second = engine.begin(chunks), engine.begin(chunks)
+    first.wait_until_late()
+    engine.decoder.set_num_threads(2)  # ends the runner and its pool
+    want = engine.step(chunks)
+    assert [SampledToken(first.run.drawn[0])] == engine.begin(chunks).results() == want
+    assert second.run.drawn[0] in (0, first.run.drawn[0])
 
 
 def test_what_is_not_finite_ends_alone_also_in_overlapping_steps(tmp_path: Path) -> None:
