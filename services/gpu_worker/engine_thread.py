@@ -1,11 +1,11 @@
 """The engine's own thread: takes plan changes, begins steps, hands their results to the running set.
 
 Owns the lock around the running set and when the engine runs; decides nothing about sequences. Queued changes are
-applied before a step begins, in order, never to one that has. An engine that can overlap has the next step before the
-present one has ended, so it never waits for what is done here: the next begins when the present one is nearly over,
-and while it computes, the present one's results are taken in. Steps run in the order in which they begin, so a block
-that a change gives to another sequence is written by its old holder before, and never after. With nothing to do the
-thread sleeps on a condition. `step_once` is one round, so that tests can drive it without a thread.
+applied before a step begins, in order, never to one that has. With an engine that can overlap, the next step begins
+when the present one is nearly over, unless that needs the host to draw its tokens, and while it computes, the present
+one's results are taken in: so the engine need not wait for what is done here. Steps run in the order in which they
+begin, so a block that a change gives to another sequence is written by its old holder before, and never after. With
+nothing to do the thread sleeps on a condition. `step_once` is one round, so that tests can drive it without a thread.
 
 A step that fails changes nothing: what it has written lies in blocks that are not sealed, so it is run again in parts,
 and the step that has begun after it is forgotten. A sequence that fails alone ends, if the engine can still compute

@@ -24,7 +24,7 @@ class WorkerMetrics:
             name: Counter(f"headrace_{name}", text, registry=self.registry)
             for name, text in (
                 ("steps", "Steps of the engine"),
-                ("step_gaps", "Steps that the engine waited for, having done the one before"),
+                ("step_gaps", "Of the steps that overlap, those that began when the one before had ended"),
                 ("generation_tokens", "Tokens drawn"),
                 ("prefill_tokens", "Tokens computed without being drawn from, and last prompt tokens"),
                 ("cached_prompt_tokens", "Prompt tokens that need no computing"),

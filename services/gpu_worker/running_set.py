@@ -1,7 +1,7 @@
 """The worker's running set: which sequences it runs, in which blocks, and what others must be told. *Pure.*
 
 Single point of control for everything that plan changes and finished steps do to sequences. Changes are applied in the
-order of the plan stream, between steps. Refuses instead of raising: what a scheduler asks for may be out of date.
+order of the plan stream, before a step begins. Refuses instead of raising: what a scheduler asks for may be outdated.
 - A change of a lower run term than the highest `TakeOver` is ignored, one of another epoch too. An `Admit` under an
   older pool term is refused; other changes under it are ignored, since the scheduler asks for the whole running state
   when a pool's term has changed.
