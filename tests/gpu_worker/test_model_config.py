@@ -74,6 +74,14 @@ def test_spellings_of_rope() -> None:
     assert hf(rope_scaling=scaling).rope.original_max_position == 8192
 
 
+def test_scaling_is_not_for_the_windowed_layers_of_olmo_3() -> None:
+    yarn = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 32}
+    olmo3 = hf(architectures=["Olmo3ForCausalLM"], num_hidden_layers=4, rope_theta=500.0, rope_scaling=yarn)
+    assert olmo3.rope.kind == "yarn" and olmo3.local_rope == RopeConfig(500.0)
+    parameters = {"full_attention": yarn | {"rope_theta": 500.0}, "sliding_attention": {"rope_theta": 500.0}}
+    assert olmo3 == hf(architectures=["Olmo3ForCausalLM"], num_hidden_layers=4, rope_parameters=parameters)
+
+
 def test_families_differ_in_switches() -> None:
     assert qwen2().qkv_bias and not qwen2().out_bias
     qwen3 = hf(architectures=["Qwen3ForCausalLM"], num_key_value_heads=None)
@@ -86,6 +94,19 @@ def test_families_differ_in_switches() -> None:
     granite = hf(architectures=["GraniteForCausalLM"], **factors)
     assert granite.query_scale == 0.5 and granite.logit_scale == 0.25 and granite.residual_scale == 3.0
     assert hf().query_scale == 0.25
+
+
+@pytest.mark.parametrize("name", ["Gemma", "Gemma2", "Gemma3"])
+def test_gemmas_activation_is_what_was_meant_when_they_were_published(name: str) -> None:
+    gemma: dict[str, Any] = {"architectures": [f"{name}ForCausalLM"], "head_dim": 16}
+    for act in ("gelu", "gelu_pytorch_tanh", None):
+        for activation in ("gelu_pytorch_tanh", None):
+            assert hf(**gemma, hidden_act=act, hidden_activation=activation).activation == "gelu_tanh"
+    for changes in ({"hidden_act": "silu"}, {"hidden_act": None, "hidden_activation": "gelu"}):
+        with pytest.raises(ConfigError, match="hidden_act"):
+            hf(**gemma | changes)
+    if name != "Gemma":
+        assert hf(**gemma, hidden_act=None, sliding_window_size=4096) == hf(**gemma, hidden_act=None)
 
 
 def test_layers_differ_by_pattern() -> None:
@@ -116,6 +137,9 @@ def test_sliding_windows() -> None:
     assert of(qwen2(**on, layer_types=["full_attention", "full_attention"])) == (None, [False, False])
     assert of(qwen2(**on, layer_types=["sliding_attention", "full_attention"])) == (128, [True, False])
     assert of(gguf(**{"llama.attention.sliding_window": 64})) == (64, [True, True])
+    smollm3: dict[str, Any] = {"architectures": ["SmolLM3ForCausalLM"], "num_hidden_layers": 4, "sliding_window": 64}
+    assert of(hf(**smollm3)) == (None, [False] * 4)
+    assert of(hf(**smollm3, use_sliding_window=True)) == (64, [False, False, False, True])  # those that do not turn
 
 
 @pytest.mark.parametrize("value", [True, False, None])

@@ -51,12 +51,13 @@ class Family:
     gated: bool = True
     scales_embedding: bool = False  # by sqrt(hidden_size)
     full_every: int = 0
+    plain_windows: bool = False  # rope_scaling is not for the layers with a window
     renormalize: bool = True  # the weights of chosen experts, where the configuration does not say
     # how a config.json says it
     reads: frozenset[str] = frozenset()
     assumes: Mapping[str, Any] = field(default_factory=dict)
     ignores: frozenset[str] = frozenset()
-    constants: Mapping[str, Any] = field(default_factory=dict)  # keys of published files, with the one value known
+    constants: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)  # keys of published files, with known values
     eps_key: str = "rms_norm_eps"
     activation_key: str = "hidden_act"
     # what the files call it
@@ -98,7 +99,9 @@ QWEN3 = replace(
 )  # fmt: skip
 SMOLLM3 = Family(
     reads=_BIASES | _WINDOW | _reads("use_sliding_window", "no_rope_layers", "no_rope_layer_interval"),
-    assumes={"num_key_value_heads": 4, "no_rope_layer_interval": 4, "rope_theta": 2000000.0},
+    assumes={
+        "num_key_value_heads": 4, "no_rope_layer_interval": 4, "rope_theta": 2000000.0, "use_sliding_window": False,
+    },
     gguf_pairs=True, gguf_no_rope_every=4,
 )  # fmt: skip
 GRANITE = Family(
@@ -111,24 +114,26 @@ OLMO2 = Family(
     names=_named(POST_NORM_NAMES | {"attn_norm": "", "ffn_norm": ""}),
 )  # fmt: skip
 OLMO3 = replace(
-    OLMO2, reads=OLMO2.reads | _WINDOW, full_every=4,
+    OLMO2, reads=OLMO2.reads | _WINDOW, full_every=4, plain_windows=True,
     assumes={"rms_norm_eps": 1e-5, "sliding_window": 4096, "rope_theta": 500000.0},
 )  # fmt: skip
 PHI3 = Family(
     reads=_WINDOW | _reads("partial_rotary_factor", "original_max_position_embeddings"),
     ignores=_reads("auto_map"),  # code that was published before transformers had its own
-    constants={"interpolate_factor": 1, "full_attn_mod": 1},
+    constants={"interpolate_factor": (1,), "full_attn_mod": (1,)},
     assumes={"rms_norm_eps": 1e-5},
     fused={"self_attn.qkv_proj": ("q", "k", "v"), "mlp.gate_up_proj": ("gate", "up")},
     gguf_fused={"attn_qkv": ("q", "k", "v"), "ffn_up": ("gate", "up")},
 )
 GEMMA = Family(
-    norm_offset=1.0, scales_embedding=True, reads=_reads("attention_bias"),
-    assumes={"num_key_value_heads": 16, "head_dim": 256, "hidden_act": "gelu_pytorch_tanh"},
+    norm_offset=1.0, scales_embedding=True, reads=_reads("attention_bias"), activation_key="hidden_activation",
+    assumes={"num_key_value_heads": 16, "head_dim": 256, "hidden_activation": "gelu_pytorch_tanh"},
+    constants={"hidden_act": ("gelu", "gelu_pytorch_tanh")},  # the former was an error, and never meant anything
     gguf_activation="gelu_tanh",
 )  # fmt: skip
 GEMMA2 = replace(
-    GEMMA, norms=ALL_NORMS, activation_key="hidden_activation", full_every=2, names=_named(SANDWICH_NAMES),
+    GEMMA, norms=ALL_NORMS, full_every=2, names=_named(SANDWICH_NAMES),
+    constants={**GEMMA.constants, "sliding_window_size": (4096,)},  # the same as sliding_window
     reads=GEMMA.reads | _WINDOW
     | _reads("query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping"),
     assumes={
@@ -154,7 +159,7 @@ STARCODER2 = Family(
     assumes={
         "num_key_value_heads": 2, "norm_epsilon": 1e-5, "use_bias": True, "hidden_act": "gelu_pytorch_tanh",
     },
-    constants={"mlp_type": "default", "norm_type": "layer_norm"},
+    constants={"mlp_type": ("default",), "norm_type": ("layer_norm",)},
     names=_named({"up": "mlp.c_fc", "down": "mlp.c_proj"}),
     gguf_activation="gelu_tanh",
 )  # fmt: skip

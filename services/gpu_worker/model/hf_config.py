@@ -77,8 +77,8 @@ def config_from_hf(values: Mapping[str, Any]) -> ModelConfig:
     if not 1 <= num_layers <= MAX_LAYERS:
         raise ConfigError(f"num_hidden_layers: {num_layers} is not a sane size")
     head_dim = keys.take("head_dim", int, hidden_size // max(1, num_heads))
-    windowed, window = _windows(keys, num_layers)
     rotary, sparse = _rotary_layers(keys, num_layers), _sparse_layers(keys, num_layers)
+    windowed, window = _windows(keys, rotary)
     full_rope, local_rope, rotary_dim = read_ropes(keys, head_dim)
     all_biased, attention_bias = keys.own("use_bias", bool, False), keys.own("attention_bias", bool, False)
     qkv_bias = family.qkv_bias and keys.own("qkv_bias", bool, True) or keys.own("use_qkv_bias", bool, False)
@@ -117,22 +117,23 @@ def config_from_hf(values: Mapping[str, Any]) -> ModelConfig:
         experts=_experts(keys) if any(sparse) else None,
         tied=keys.take("tie_word_embeddings", bool),
     )
-    for key, value in family.constants.items():
-        keys.expect(key, value)
+    for key, known in family.constants.items():
+        keys.expect(key, *known)
     keys.finish(INERT | family.ignores)
     return config
 
 
 def _activation(keys: FamilyKeys) -> str:
-    name = keys.take(keys.family.activation_key, str, "silu")
+    key = keys.family.activation_key
+    name = keys.take(key, str, keys.family.assumes.get(key, "silu"))
     if name not in ACTIVATIONS:
-        raise ConfigError(f"{keys.family.activation_key}: {name!r} is not supported (known: {', '.join(ACTIVATIONS)})")
+        raise ConfigError(f"{key}: {name!r} is not supported (known: {', '.join(ACTIVATIONS)})")
     return ACTIVATIONS[name]
 
 
-def _windows(keys: FamilyKeys, num_layers: int) -> tuple[list[bool], int | None]:
+def _windows(keys: FamilyKeys, rotary: list[bool]) -> tuple[list[bool], int | None]:
     """Which layers see only a window of the last tokens, and how many those are."""
-    family = keys.family
+    family, num_layers = keys.family, len(rotary)
     window = keys.own("sliding_window", int)
     switched_on = keys.own("use_sliding_window", bool, family.assumes.get("use_sliding_window", True))
     full_every = keys.own("sliding_window_pattern", int, keys.own("_sliding_window_pattern", int, family.full_every))
@@ -145,6 +146,8 @@ def _windows(keys: FamilyKeys, num_layers: int) -> tuple[list[bool], int | None]
     elif "max_window_layers" in family.reads:
         first = keys.own("max_window_layers", int, 0)
         windowed = [i >= first for i in range(num_layers)]
+    elif "no_rope_layers" in family.reads:
+        windowed = [not turns for turns in rotary]
     else:
         windowed = [not full_every or (i + 1) % full_every != 0 for i in range(num_layers)]
     if window is None or not switched_on or not window:

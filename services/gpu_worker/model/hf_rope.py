@@ -44,7 +44,8 @@ def read_ropes(keys: FamilyKeys, head_dim: int) -> tuple[RopeConfig, RopeConfig 
         full, local = scaling | parameters, {}
     reader = _RopeReader(keys.family, longest, original, partial)
     rope = reader.read(full, theta)
-    local_rope = reader.read(local, local_theta or theta) if local or local_theta else None
+    has_local = local or local_theta or keys.family.plain_windows
+    local_rope = reader.read(local, local_theta or theta) if has_local else None
     partial = reader.partial
     if "partial_rotary_factor" not in keys.family.reads and partial != 1.0:
         raise ConfigError(f"partial_rotary_factor: {partial} is not supported")
