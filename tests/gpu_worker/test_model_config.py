@@ -67,6 +67,7 @@ def test_spellings_of_rope() -> None:
     new = hf(rope_parameters={"rope_theta": 100.0, "rope_type": "linear", "factor": 4.0})
     assert old == new and old.rope.kind == "linear" and old.rope.factor == 4.0
     assert gguf(**{"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 4.0}).rope.factor == 4.0
+    assert gguf(**{"llama.rope.scaling.factor": 4.0}).rope == RopeConfig(kind="linear", factor=4.0)  # as llama.cpp
     scaling = {
         "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
         "original_max_position_embeddings": 8192,
@@ -118,6 +119,13 @@ def test_layers_differ_by_pattern() -> None:
     moe = hf(architectures=["Qwen3MoeForCausalLM"], num_hidden_layers=5, decoder_sparse_step=2, mlp_only_layers=[3])
     assert [i for i, kind in enumerate(moe.layers) if kind.sparse] == [1]
     assert moe.experts is not None and moe.experts.num_experts == 128 and not moe.experts.renormalize
+
+
+def test_what_old_files_of_gemma_2_leave_out() -> None:
+    """As llama.cpp: its first converter did not write it."""
+    old = {key.replace("llama.", "gemma2."): value for key, value in GGUF.items()} | {"general.architecture": "gemma2"}
+    config = config_from_gguf(old, GGUF_TENSORS)
+    assert (config.sliding_window, config.attention_softcap, config.logit_softcap) == (4096, 50.0, 30.0)
 
 
 def test_sliding_windows() -> None:
@@ -209,6 +217,7 @@ def test_hf_keys_are_understood_or_refused(changes: dict[str, Any], key: str) ->
         ({"general.architecture": 7}, "general.architecture: 7"),
         ({"split.count": 2}, "split.count"),
         ({"llama.expert_count": 8}, "num_experts_per_tok: 0 of 8"),
+        ({"llama.expert_group_count": 2}, "llama.expert_group_count"),
         ({"llama.embedding_scale": 2.0}, "llama.embedding_scale"),
         ({"llama.block_count": 1 << 40}, "llama.block_count"),
         ({"llama.rope.dimension_count": 8}, "llama.rope.dimension_count"),

@@ -17,9 +17,6 @@ from services.gpu_worker.model.config import (
 from services.gpu_worker.model.families import GGUF_FAMILIES, Family
 from services.gpu_worker.model.hf_rope import yarn_scale
 
-# Said of files, not of what is computed; or computed from what is read here.
-INERT = frozenset({"expert_group_count", "expert_group_used_count"})
-
 Shapes = Mapping[str, tuple[int, ...]]
 
 
@@ -74,8 +71,8 @@ def config_from_gguf(metadata: Mapping[str, Any], tensors: Shapes) -> ModelConfi
         activation=family.gguf_activation,
         gated=family.gated,
         attention_scale=_attention_scale(keys, family, num_layers, hidden_size, num_heads),
-        attention_softcap=keys.take("attn_logit_softcapping", float, 0.0),
-        logit_softcap=keys.take("final_logit_softcapping", float, 0.0),
+        attention_softcap=keys.take("attn_logit_softcapping", float, family.assumes.get("attn_logit_softcapping", 0.0)),
+        logit_softcap=keys.take("final_logit_softcapping", float, family.assumes.get("final_logit_softcapping", 0.0)),
         sliding_window=window,
         embedding_scale=hidden_size**0.5 if family.scales_embedding else _scale(keys, family, "embedding_scale", 1.0),
         residual_scale=_scale(keys, family, "residual_scale", 1.0),
@@ -83,7 +80,7 @@ def config_from_gguf(metadata: Mapping[str, Any], tensors: Shapes) -> ModelConfi
         experts=experts,
     )
     keys.expect("use_parallel_residual", False)
-    keys.finish(INERT)
+    keys.finish(frozenset())
     return config
 
 
@@ -128,11 +125,11 @@ def _by_layer(tensors: Shapes, num_layers: int) -> list[set[str]]:
 
 
 def _windows(keys: Keys, family: Family, num_layers: int) -> tuple[int | None, list[bool]]:
-    window = keys.take("attention.sliding_window", int) or None
-    keys.expect("attention.sliding_window_pattern", family.full_every)
-    if window is None or "use_sliding_window" in family.assumes:
-        return None, [False] * num_layers
     full_every = family.full_every
+    window = keys.take("attention.sliding_window", int, family.assumes.get("sliding_window") if full_every else None)
+    keys.expect("attention.sliding_window_pattern", full_every)
+    if not window or "use_sliding_window" in family.assumes:
+        return None, [False] * num_layers
     return window, [not full_every or (i + 1) % full_every != 0 for i in range(num_layers)]
 
 
@@ -141,6 +138,8 @@ def _experts(keys: Keys, family: Family, tensors: Shapes) -> ExpertConfig | None
     num_used = keys.take("expert_used_count", int, 0)
     size = keys.take("expert_feed_forward_length", int, 0)
     shared_size = keys.take("expert_shared_feed_forward_length", int, 0)
+    for key in ("expert_group_count", "expert_group_used_count"):
+        keys.expect(key, 0, 1)
     if not num_experts:
         return None
     has_shared = any(name.endswith(".ffn_up_shexp.weight") for name in tensors)
@@ -157,7 +156,8 @@ def _experts(keys: Keys, family: Family, tensors: Shapes) -> ExpertConfig | None
 def _rope(keys: Keys) -> RopeConfig:
     """Factors by frequency (of llama3 and longrope) are tensors of the file, see `weights.gguf`."""
     theta = keys.take("rope.freq_base", float, 10000.0)
-    kind, factor = keys.take("rope.scaling.type", str, "none"), keys.take("rope.scaling.factor", float, 1.0)
+    factor = keys.take("rope.scaling.factor", float, 1.0)
+    kind = keys.take("rope.scaling.type", str, "none" if factor == 1.0 else "linear")
     original = keys.take("rope.scaling.original_context_length", int, 0)
     attention = keys.take("rope.scaling.attn_factor", float, 1.0)
     keys.expect("rope.scaling.finetuned", True, False)
