@@ -25,6 +25,7 @@ HF: dict[str, Any] = {
     "torch_dtype": "bfloat16",
     "transformers_version": "4.40.0",
 }
+STARCODER2 = {"architectures": ["Starcoder2ForCausalLM"], "rms_norm_eps": None}
 STABLELM = {"architectures": ["StableLmForCausalLM"], "rms_norm_eps": None}
 GGUF: dict[str, Any] = {
     "general.architecture": "llama",
@@ -174,7 +175,13 @@ def test_what_changes_nothing_may_be_there() -> None:
         ({"rope_scaling": {"type": "yarn", "factor": 4.0, "beta_slow": 0}}, "rope_scaling"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "attn_factor": 1.0}}, "attn_factor"),
         ({"rope_scaling": {"rope_type": "longrope", "short_factor": [1.0], "long_factor": [2.0]}}, "short_factors"),
-        ({"rope_scaling": {"rope_type": "longrope", "short_factor": ["x"]}}, "short_factor"),
+        ({"rope_scaling": {"rope_type": "longrope", "short_factor": ["x"], "long_factor": [1.0]}}, "short_factor"),
+        ({"rope_scaling": {"rope_type": "longrope", "short_factor": [1.0] * 8}}, "long_factor is missing"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": float("nan")}}, "factor"),
+        ({"rope_theta": 10**400}, "rope_theta"),
+        ({"architectures": ["GraniteForCausalLM"], "logits_scaling": float("nan")}, "logits_scaling"),
+        ({"architectures": ["GemmaForCausalLM"], "hidden_size": 10**400}, "hidden_size"),
+        (STARCODER2 | {"hidden_act": "silu"}, "hidden_act"),
         ({"sliding_window": 8}, "sliding_window"),  # llama has none
         ({"query_pre_attn_scalar": 256}, "query_pre_attn_scalar"),
         ({"architectures": ["SmolLM3ForCausalLM"], "no_rope_layers": [1]}, "no_rope_layers"),

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 MAX_LAYERS = 4096
+MAX_NUMBER = 1e30  # larger ones, and what is no number, are nobody's choice
 
 
 class ConfigError(ValueError):
@@ -136,6 +137,8 @@ class ModelConfig:
             raise ConfigError(f"head_dim: {self.head_dim} is not an even number from 2 to 1024")
         if self.rotary_dim % 2 or not 0 <= self.rotary_dim <= self.head_dim:
             raise ConfigError(f"partial_rotary_factor: {self.rotary_dim} of {self.head_dim} dimensions cannot turn")
+        if not self.gated and self.activation != "gelu_tanh":
+            raise ConfigError(f"hidden_act: {self.activation} is not supported without a gate")
         if self.max_position_embeddings < 1 or not 0 < self.norm_eps < 1:
             raise ConfigError("max_position_embeddings or rms_norm_eps is out of range")
         if len(self.layers) != self.num_layers:
@@ -185,6 +188,7 @@ class Keys:
         value = self._values.get(key)
         if value is None:
             return default
+        self._check_size(key, value)
         if kind is float and type(value) is int:
             value = float(value)
         if type(value) is not kind:
@@ -202,7 +206,12 @@ class Keys:
         values = self.take(key, list, [])
         if not all(type(x) in (int, float) for x in values):
             raise ConfigError(f"{self._where}{key}: a list of numbers expected")
+        self._check_size(key, *values)
         return tuple(float(x) for x in values)
+
+    def _check_size(self, key: str, *values: Any) -> None:
+        if not all(abs(x) < MAX_NUMBER for x in values if type(x) in (int, float)):
+            raise ConfigError(f"{self._where}{key}: a number is out of range")
 
     def expect(self, key: str, *allowed: Any) -> None:
         """The key is absent or has one of these values; any other computation is not supported."""

@@ -109,6 +109,8 @@ class _RopeReader:
     def longrope(self, rope: Keys, theta: float) -> RopeConfig:
         original = rope.take("original_max_position_embeddings", int, self._original or self._longest)
         factor = rope.take("factor", float, self._longest / max(1, original))
+        for name in ("short_factor", "long_factor"):
+            rope.need(name, list)
         return RopeConfig(
             theta, "longrope", original_max_position=original,
             attention_factor=rope.take("attention_factor", float, longrope_scale(factor, original)),
