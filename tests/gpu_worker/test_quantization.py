@@ -26,8 +26,8 @@ PLACES = {"self_attn.q_proj": "q", "self_attn.v_proj": "v", "mlp.up_proj": "up",
 
 
 CODES_OF = {
-    "awq": "Q4_1", "gptq-4": "Q4_1", "gptq-4-v2": "Q4_1", "gptq-symmetric": "Q4_0", "gptq-mislabelled": "Q4_0",
-    "packed-4": "Q4_0", "packed-4-zeros": "Q4_1", "packed-8-channel": "Q8_0",
+    "awq": "Q4_1", "gptq-4": "Q4_1", "gptq-4-v2": "Q4_1", "gptq-format": "Q4_1", "gptq-symmetric": "Q4_0",
+    "gptq-mislabelled": "Q4_0", "packed-4": "Q4_0", "packed-4-zeros": "Q4_1", "packed-8-channel": "Q8_0",
 }  # fmt: skip
 
 
@@ -76,12 +76,13 @@ def test_native_kernels_compute_with_them(tmp_path: Path, name: str) -> None:
         ({"quant_method": "awq", "zero_point": False}, "quantization_config.zero_point"),
         ({"quant_method": "gptq"}, "quantization_config.bits is missing"),
         ({"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"}, "checkpoint_format: 'marlin'"),
+        ({"quant_method": "gptq", "bits": 4, "format": "bitblas"}, "quantization_config.format: 'bitblas'"),
         ({"quant_method": "fp8", "weight_block_size": [128]}, "weight_block_size"),
         ({"quant_method": "compressed-tensors", "format": "marlin-24"}, "format: 'marlin-24'"),
         ({"quant_method": "compressed-tensors", "format": "pack-quantized"}, "config_groups is missing"),
         (
             {"quant_method": "compressed-tensors", "sparsity_config": {"format": "sparse-24-bitmask"}},
-            "quantization_config.sparsity_config",
+            "quantization_config.sparsity_config.format: 'sparse-24-bitmask'",
         ),
     ],
 )
@@ -115,6 +116,7 @@ Q = "model.layers.0.self_attn.q_proj."
         ("nf4", "weight.quant_state.bitsandbytes__nf4", torch.ones(9, dtype=torch.uint8), "quant_state"),
         ("nf4", "weight.quant_state.bitsandbytes__nf4", None, "quant_state.bitsandbytes__nf4' is missing"),
         ("int8", "SCB", torch.ones(3), "SCB': shape"),
+        ("int8", "weight_format", torch.tensor(2, dtype=torch.uint8), "weight_format': rows for a kind of GPU"),
     ],
 )
 def test_tensors_that_do_not_fit_are_named(

@@ -57,6 +57,8 @@ class Int8Matrix:
     @classmethod
     def of(cls, module: Module) -> Int8Matrix:
         codes = module.take("weight", ("I8",), (None, None))
+        if module.has("weight_format") and module.take("weight_format", ("U8",)).whole().flatten().tolist() != [0]:
+            raise WeightsError(f"tensor {module.stem + '.weight_format'!r}: rows for a kind of GPU are not supported")
         return cls(codes, module.take("SCB", FLOATS, (codes.shape[0],)), codes.shape)
 
     def rows(self, start: int, end: int) -> torch.Tensor:

@@ -1,6 +1,6 @@
 """Integers with zeros and scales by group, as the types that the native products take: Q4_0, Q4_1 or Q8_0. *Pure.*
 
-Scales become float16, and so do zeros times scales: at most 2.5e-4 of either is lost.
+Scales become float16, and so do zeros times scales: at most 5e-4 of either is lost.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ _PARTS = (
     "weight.nested_absmax", "weight.nested_quant_map", *STATES,
 )  # fmt: skip
 _MARKS = ("qweight", "weight_packed", "weight_scale", "weight_scale_inv", "SCB", "weight.absmax")
-_OF_ACTIVATIONS = (".input_scale", ".output_scale", ".k_scale", ".v_scale", ".input_zero_point", ".weight_format")
+_OF_ACTIVATIONS = (".input_scale", ".output_scale", ".k_scale", ".v_scale", ".input_zero_point")
 
 Build = Callable[[Module], Readable]
 
@@ -88,8 +88,10 @@ def _awq(keys: Keys) -> Build:
 
 def _gptq(keys: Keys) -> Build:
     bits, symmetric = keys.need("bits", int), keys.take("sym", bool, True)
-    keys.expect("checkpoint_format", "gptq", "gptq_v2")
-    version = 2 if keys.take("checkpoint_format", str) == "gptq_v2" else 1
+    names = ("checkpoint_format", "format")  # two for one
+    for name in names:
+        keys.expect(name, "gptq", "gptq_v2")
+    version = 2 if "gptq_v2" in [keys.take(name, str) for name in names] else 1
     return lambda module: GPTQMatrix.of(module, bits, symmetric, version)
 
 
@@ -100,7 +102,7 @@ def _fp8(keys: Keys) -> Build:
 
 def _compressed(keys: Keys) -> Build:
     keys.expect("format", "pack-quantized", "int-quantized", "float-quantized", "naive-quantized")
-    keys.expect("sparsity_config", {})
+    Keys(keys.take("sparsity_config", dict, {}), f"{WHERE}sparsity_config.").expect("format", "dense")
     keys.expect("transform_config", {})
     blocks = set()
     for name, group in keys.need("config_groups", dict).items():
