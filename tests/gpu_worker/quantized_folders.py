@@ -69,6 +69,8 @@ def gptq(bits: int, version: int = 1, symmetric: bool = False, act_order: bool =
             "qweight": torch.from_numpy(pack(q, bits)), "qzeros": torch.from_numpy(pack(stored.T, bits).T.copy()),
             "scales": torch.from_numpy(s), "g_idx": torch.from_numpy(group.astype(np.int32)),
         }  # fmt: skip
+        if symmetric:  # as files of that kind have it
+            tensors["bias"] = torch.zeros(rows, dtype=torch.float16)
         return tensors, ((q - z[group]) * s[group].astype(np.float64)).T
 
     return write

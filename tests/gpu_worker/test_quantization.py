@@ -107,6 +107,7 @@ Q = "model.layers.0.self_attn.q_proj."
         ("gptq-4", "qzeros", torch.zeros(2, 7, dtype=torch.int32), "q_proj.qzeros': shape"),
         ("gptq-4", "g_idx", torch.full((64,), 2, dtype=torch.int32), "g_idx': a group is not one of the 2"),
         ("gptq-3", "qweight", torch.zeros(7, 64, dtype=torch.int32), "not whole fields of 3 bits"),
+        ("gptq-symmetric", "bias", torch.ones(64), "no place in this architecture: .*q_proj.bias"),
         ("packed-4", "weight_shape", torch.tensor([64, 1 << 40]), "weight_shape'"),
         ("packed-4", "weight_scale", torch.ones(64, 0), "0 groups"),
         ("fp8-block", "weight_scale_inv", torch.ones(3, 3), "are no scales for"),

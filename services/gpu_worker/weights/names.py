@@ -123,6 +123,14 @@ def is_norm(place: str) -> bool:
     return place.endswith(".weight") and place.split(".")[-2] in NORMS
 
 
+def has_bias(place: str, config: ModelConfig) -> bool:
+    """Whether this bias, if it is a matrix's, is the model's."""
+    part = place.split(".")[-2]
+    if part in ("q", "k", "v"):
+        return config.qkv_bias
+    return config.out_bias if part == "out" else config.mlp_bias or part not in ("gate", "up", "down")
+
+
 @dataclass(frozen=True, slots=True)
 class Part:
     """A place's rows in a tensor of the file, whose leading dimensions count as one."""

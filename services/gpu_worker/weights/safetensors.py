@@ -16,7 +16,7 @@ from services.gpu_worker.model.hf_config import config_from_hf, hf_family
 from services.gpu_worker.weights.awq import AWQMatrix
 from services.gpu_worker.weights.compressed import PackedMatrix
 from services.gpu_worker.weights.gptq import GPTQMatrix
-from services.gpu_worker.weights.names import hf_names, is_norm, place_parts
+from services.gpu_worker.weights.names import has_bias, hf_names, is_norm, place_parts
 from services.gpu_worker.weights.native_codes import Grouped, codes_of, codes_type
 from services.gpu_worker.weights.quantization import readable_tensors
 from services.gpu_worker.weights.source import CHUNK_BYTES, WeightsError, file_identity
@@ -43,6 +43,8 @@ class SafetensorsSource:
         names = hf_names(family, self.config)
         self.file_name = names.name
         self._parts = place_parts(names, self.config, {name: t.shape for name, t in self._tensors.items()})
+        if quantization:
+            self._parts = {place: part for place, part in self._parts.items() if not self._says_nothing(place)}
         self.shapes = {place: part.shape for place, part in self._parts.items()}
         digest = hashlib.sha256((folder / "config.json").read_bytes())
         for path in paths:
@@ -73,6 +75,13 @@ class SafetensorsSource:
 
     def release(self, name: str) -> None:
         """The reader copies; what it has mapped is the system's to take back."""
+
+    def _says_nothing(self, place: str) -> bool:
+        """A bias that the model does not have, of zeros: tools for GPTQ wrote one for every matrix."""
+        shape = self._parts[place].shape
+        if not place.endswith(".bias") or has_bias(place, self.config) or len(shape) != 1:
+            return False
+        return not bool(self._rows(place, 0, shape[0]).any())
 
     def _codes_type(self, name: str, matrix: Grouped) -> str:
         if name not in self._codes_types:
