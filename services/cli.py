@@ -70,7 +70,7 @@ COMMANDS = (
             "services.gpu_worker.commands.bench_engine", example="headrace bench engine --concurrency 8"),
     Command("eval perplexity", USING, "how well the model foresees a text, as llama-perplexity counts it",
             "services.gpu_worker.commands.eval_perplexity", example="headrace eval perplexity text.txt"),
-    Command("dead", USING, "list, show and retry requests that workers died of", "services.tools.dead",
+    Command("dead", USING, "list, show and retry requests that were given up", "services.tools.dead",
             example="headrace dead list"),
     Command("version", USING, "print the version"),
 )  # fmt: skip

@@ -32,7 +32,7 @@ CANCELLED = Outcome(reason="cancelled")
 
 
 # A repeated call is told these endings again: they lie in the request itself, or somebody wanted them.
-STAYING_CODES = ("context_length_exceeded", "poison_request", "cancelled")
+STAYING_CODES = ("context_length_exceeded", "invalid_request", "poison_request", "cancelled")
 
 
 class TooManyAttachments(Exception):

@@ -70,7 +70,7 @@ class Finish:
 
 @dataclass(frozen=True, slots=True)
 class KeepDead:
-    """Keep for people that this sequence has ended by an error of its own."""
+    """Keep for people that this sequence has ended by an error of its own, if that was the engine's."""
 
     sid: str
 

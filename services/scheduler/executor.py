@@ -28,7 +28,7 @@ from services.scheduler.core import SchedulerCore
 from shared.protocol import Outcome
 from shared.records import Records
 from shared.scripts import Scripts
-from shared.wire import ProtocolError, encode, pack_ids, split_sequence_id
+from shared.wire import ProtocolError, decode_as, encode, pack_ids, split_sequence_id
 
 log = logging.getLogger(__name__)
 
@@ -89,13 +89,24 @@ class Executor:
             case Finish():
                 await self._scripts.finish(action.sid, action.outcome, action.epoch)
             case KeepDead():
-                await self._scripts.keep_dead(action.sid, ENGINE_FAILED)
+                await self._keep_dead(action.sid)
             case CheckPlaced():
                 await self._check_placed(action, core)
             case Expel():
                 log.error("%s makes no step any more and is given up", action.worker)
                 await self._scripts.gone("worker", action.worker)
                 core.lose_worker(action.worker)
+
+    async def _keep_dead(self, sid: str) -> None:
+        """Not what the worker found wrong with the request itself: its client was told."""
+        record = await self._records.sequence(sid)
+        try:
+            outcome = None if record is None or not record.outcome else decode_as(Outcome, record.outcome)
+        except ProtocolError as e:
+            log.error("how %s has ended cannot be read: %s", sid, e)
+            return
+        if outcome is not None and outcome.code == "engine_error":
+            await self._scripts.keep_dead(sid, ENGINE_FAILED)
 
     async def _read_record(self, action: ReadRecord, core: SchedulerCore) -> None:
         rid, _ = split_sequence_id(action.sid)

@@ -156,17 +156,18 @@ async def test_scoring_nothing_but_the_prompt_admits_nothing(served: Served) -> 
     assert await served.worker.queued() == []
 
 
-async def test_what_fails_before_the_first_token_is_an_ordinary_error(served: Served) -> None:
+@pytest.mark.parametrize("code", ["context_length_exceeded", "invalid_request"])
+async def test_what_fails_before_the_first_token_is_an_ordinary_error(code: str, served: Served) -> None:
     async def refuse() -> None:
         [sid] = await wait_until(served.worker.queued)
-        await served.worker.fail(sid, "context_length_exceeded", "too long for every worker")
+        await served.worker.fail(sid, code, "too long for every worker")
 
     refusing = asyncio.ensure_future(refuse())
     status, answer, _ = await served.post("/v1/completions", {"prompt": "x", "stream": True})
     await refusing
     assert status == 400
     assert answer["error"]["message"] == "too long for every worker"
-    assert answer["error"]["code"] == "context_length_exceeded"
+    assert answer["error"]["code"] == code
 
 
 async def test_what_fails_later_is_one_error_event_and_no_done(served: Served) -> None:

@@ -473,7 +473,7 @@ async def test_calls_that_try_again_at_once_have_one_answer(
     assert await num_made(served) == 2
 
 
-@pytest.mark.parametrize("code", ["poison_request", "context_length_exceeded", ""])
+@pytest.mark.parametrize("code", ["poison_request", "context_length_exceeded", "invalid_request", ""])
 async def test_what_lies_in_the_request_or_was_wanted_is_told_again(code: str, served: Served) -> None:
     outcome = Outcome(reason="error" if code else "cancelled", code=code, message="no")
     await fails(served, outcome)

@@ -77,14 +77,14 @@ class FakeWorker:
             worker=self.name, term=self.term, pool_term=1, running=rows, spare_block_ids=tuple(self.spares), ask=ask
         )
 
-    async def finish(self, sid: str) -> None:
+    async def finish(self, sid: str, outcome: Outcome = STOP) -> None:
         """One token and the end, in one commit with the report."""
         epoch, _ = self.rows.pop(sid)
         report = Report(
-            worker=self.name, term=self.term, pool_term=1, ended=(Ended(sid=sid, epoch=epoch, reason="stop"),)
+            worker=self.name, term=self.term, pool_term=1, ended=(Ended(sid=sid, epoch=epoch, reason=outcome.reason),)
         )
         answers = await self.w.commit(
-            entry(sid, epoch, outcome=encode(STOP)), worker=self.name, inbox=self.inbox, report=encode(report)
+            entry(sid, epoch, outcome=encode(outcome)), worker=self.name, inbox=self.inbox, report=encode(report)
         )
         assert answers == [(CommitCode.APPENDED, 1)]
 

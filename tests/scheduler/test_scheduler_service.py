@@ -257,6 +257,18 @@ async def test_a_script_that_fails_for_one_sequence_holds_up_no_cleaning(
         assert await p.states("odd.0", "r.0") == ["placed", "queued" if script == "requeue" else "done"]
 
 
+async def test_only_what_the_engine_failed_on_is_kept_for_people(redis_url: str) -> None:
+    async with pipeline_at(redis_url) as p:
+        await p.up()
+        for rid in ("wrong", "failed"):
+            await p.w.admit(rid)
+        await p.settle()
+        for rid, code in (("wrong", "invalid_request"), ("failed", "engine_error")):
+            await p.worker.finish(f"{rid}.0", Outcome(reason="error", code=code))
+        await p.settle()
+        assert [fields[b"sid"] for _, fields in await p.w.redis.xrange(p.w.key("dead"))] == [b"failed.0"]
+
+
 async def test_a_queue_entry_of_somebody_else_is_left_alone(redis_url: str) -> None:
     async with pipeline_at(redis_url) as p:
         service = await p.up()
