@@ -58,9 +58,9 @@ class StoreService:
         await self.scan()
 
     async def begin_life(self) -> None:
-        """With no pools; the old one stays what it is until its successor has joined. Nothing may fail once it has: a
-        repeat would be another incarnation."""
-        incarnation = self._next_incarnation or new_incarnation("store")
+        """With no pools; the old one stays what it is until its successor has joined, under one name however often that
+        is repeated. Nothing may fail once it has: a repeat would be another incarnation."""
+        incarnation = self._next_incarnation = self._next_incarnation or new_incarnation("store")
         newest = await self.redis.xrevrange(self.scripts.key("events"), count=1)
         events = newest[0][0].decode() if newest else "0-0"
         membership = Membership(self._beat, Member(kind="store", incarnation=incarnation), [f"cache:{incarnation}"])

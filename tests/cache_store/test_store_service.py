@@ -64,6 +64,8 @@ async def test_a_new_life_whose_join_is_not_answered_is_tried_again(
     await store.heartbeat()
     assert list(store.core.pools) == ["w"]
     assert (await store.records.leases(["w"]))["w"][1] == store.incarnation
+    stores = [incarnation for incarnation, (m, _) in (await store.records.members()).items() if m.kind == "store"]
+    assert stores == [store.incarnation]  # none that nobody is
 
 
 async def test_a_look_that_a_new_life_overtakes_gives_it_no_leases(
