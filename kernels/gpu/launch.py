@@ -41,6 +41,7 @@ TARGETS = {
     )
 }
 _FALLBACK = TARGETS["sm_90"]  # what the interpreter plays
+_LITTLE_SHARED = (86, 120, 121)  # devices with as little shared memory as sm_89, whose neighbours have more
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,12 +102,12 @@ def target_of(x: torch.Tensor) -> Target:
 
 @functools.cache
 def _target_of_device(index: int) -> Target:
-    """The target itself, or the newest one that is older than the device."""
+    """The target itself, or the newest one that is older than the device and has no more room."""
     properties = torch.cuda.get_device_properties(index)
     if torch.version.hip is not None:
         return TARGETS["gfx942"]
     arch = properties.major * 10 + properties.minor
-    if arch == 86:  # as little shared memory as sm_89
+    if arch in _LITTLE_SHARED:
         return TARGETS["sm_89"]
     older = [t for t in TARGETS.values() if isinstance(t.arch, int) and t.arch <= arch]
     if not older:
