@@ -26,7 +26,7 @@ from shared.worker_protocol import Admit, Ended
 
 MAX_PLACING = 64  # sequences on their way to a worker at a time
 FULL_LOOK_S = 0.05  # between two looks for who might give way, where there is no room
-FOLLOW_TIMEOUT_S = 2.0  # about as long as computing a long prompt takes
+FOLLOW_TIMEOUT_S = 5.0  # without a block more; as long as a chunk of a prompt takes on a slow machine
 
 PREPARING = (QueueState.READING, QueueState.MATCHING, QueueState.OFFERING)
 ON_ITS_WAY = (QueueState.ENSURING, QueueState.FOLLOWING, QueueState.ASSIGNING)
@@ -168,7 +168,7 @@ class Batcher:
         if queued.leader == table.leader and not self._leads(view, table.leader):
             queued.patient = False
         queued.state, queued.followed_since = QueueState.FOLLOWING, now
-        queued.leader, queued.leader_index = table.leader, table.leader_index
+        queued.leader, queued.leader_index, queued.leader_sealed = table.leader, table.leader_index, 0
         view.placing.discard(queued.sid)
         view.following.add(queued.sid)
 
@@ -241,6 +241,9 @@ class Batcher:
 
     def _finish_following(self, queued: Queued, now: float) -> None:
         view = self._workers[queued.worker]
+        leader = view.running.get(queued.leader)
+        if leader is not None and leader.num_sealed > queued.leader_sealed:
+            queued.leader_sealed, queued.followed_since = leader.num_sealed, now
         if now - queued.followed_since > FOLLOW_TIMEOUT_S:
             queued.patient = False
         elif self._still_computes(view, queued):

@@ -43,8 +43,9 @@ class Queued:
     offered: bool = False  # to another scheduler, in this epoch
     leader: str = ""
     leader_index: int = -1
-    followed_since: float = 0.0
-    patient: bool = True  # waits for a leader; not any more after having waited as long as computing would take
+    leader_sealed: int = 0  # blocks, when last looked
+    followed_since: float = 0.0  # or since it was seen to get on
+    patient: bool = True  # waits for a leader; not any more after one has not got on for long
     key: str = ""  # id of the API key
     start_by_ms: int = 0  # deadlines, in Redis' time
     first_by_ms: int = 0

@@ -264,6 +264,21 @@ def test_a_follower_does_not_wait_for_ever() -> None:
     assert not ensure.wait_for_leader
 
 
+def test_a_follower_waits_for_a_leader_that_gets_on() -> None:
+    """However slow the machine: else all would compute what one of them is about to have."""
+    h = Hand()
+    h.run("lead.0")
+    following(h)
+    h.now += FOLLOW_TIMEOUT_S - 0.1
+    h.report(seals=(seal("lead.0", 0),))
+    assert calls(h.until_quiet(), Ensure) == []
+    h.now += FOLLOW_TIMEOUT_S - 0.1
+    assert calls(h.until_quiet(), Ensure) == []
+    h.now += 0.2
+    (ensure,) = calls(h.until_quiet(), Ensure)
+    assert not ensure.wait_for_leader
+
+
 def test_followers_count_as_load() -> None:
     h = Hand(max_num_seqs=1)
     h.run("lead.0")
