@@ -82,6 +82,18 @@ class PackedWeight:
         return Matrix(FORMATS.index(self.type_name), self.rows, self.columns, 0, *map(address, planes))
 
 
+def packed_bytes(type_name: str, rows: int, columns: int) -> int:
+    """`num_bytes` of such a weight, without having one."""
+    elements = -(-rows // TILE_ROWS) * TILE_ROWS * columns
+    if type_name in DENSE:
+        return elements * DENSE[type_name].itemsize
+    scheme = SCHEMES[type_name]
+    num_scales = elements // (SUPER_GROUP if scheme.sub_columns else GROUP) * (2 if scheme.has_m else 1)
+    subs_apart = 2 if scheme.has_m and scheme.bits > 2 else 1
+    num_subs = elements // scheme.sub_columns * subs_apart if scheme.sub_columns else 0
+    return elements * scheme.bits // 8 + 2 * num_scales + num_subs
+
+
 def dequantize(codes: Codes) -> torch.Tensor:
     """float32 [N, K], in the order of operations that ggml uses."""
     scheme, q = SCHEMES[codes.type_name], codes.q.float()

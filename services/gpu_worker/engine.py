@@ -18,7 +18,7 @@ import torch
 from kernels.paged_attention import TILE, shapes_agree
 from services.gpu_worker.attention_plan import PREFILL_GROUP_ROWS, Geometry
 from services.gpu_worker.batch import Chunk, EngineInfo, SampledToken
-from services.gpu_worker.kv_pool import KVPool, cache_dtype, num_blocks_for
+from services.gpu_worker.kv_pool import KVPool, block_bytes, cache_dtype, num_blocks_for
 from services.gpu_worker.model.config import ConfigError, ModelConfig, NotNativeError
 from services.gpu_worker.model.decoder import Decoder
 from services.gpu_worker.sampler import Draw, sample
@@ -68,8 +68,8 @@ class TorchEngine:
         source = open_source(model)
         config = source.config
         length = context_length(config, max_model_len, windows=True)
-        block_bytes = 2 * config.num_layers * config.num_kv_heads * config.head_dim * block_size * kv_dtype.itemsize
-        num_blocks = num_blocks_for(kv_cache_bytes, block_bytes, USEFUL_CONTEXTS * -(-length // block_size))
+        size, most_useful = block_bytes(config, block_size, kv_dtype), USEFUL_CONTEXTS * -(-length // block_size)
+        num_blocks = num_blocks_for(kv_cache_bytes, size, most_useful)
         with torch.inference_mode(), memory_errors():
             decoder = Decoder(config, load_weights(source, progress), length)
             pool = KVPool(

@@ -8,6 +8,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from services.gpu_worker.model.config import ModelConfig
+
 LAYOUT = "block-head-slot-dim"  # part of the kernel variant: what a block's bytes mean
 DEFAULT_MOST_BYTES = 4 << 30
 CGROUP = Path("/sys/fs/cgroup")
@@ -44,6 +46,11 @@ def cache_dtype(name: str) -> torch.dtype:
     if name != "auto" and name not in DTYPES:
         raise ValueError(f"kv_cache_dtype: {name!r} is not supported (known: auto, {', '.join(DTYPES)})")
     return DTYPES.get(name, torch.float32)
+
+
+def block_bytes(config: ModelConfig, block_size: int, dtype: torch.dtype) -> int:
+    """Of one KV block in all layers."""
+    return 2 * config.num_layers * config.num_kv_heads * config.head_dim * block_size * dtype.itemsize
 
 
 def num_blocks_for(kv_cache_bytes: int | None, block_bytes: int, most_useful: int) -> int:

@@ -75,6 +75,10 @@ class GGUFSource:
             return rows.contiguous().view(DENSE[tensor.type])
         return decode_rows(tensor.type, rows, _BLOCKS[tensor.type][1])
 
+    def type_of(self, place: str) -> str:
+        """What the file stores it as."""
+        return self._tensors[self._parts[place].name].type
+
     def release(self, name: str) -> None:
         start, end = self._extent(name)
         first, end = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE, end // mmap.PAGESIZE * mmap.PAGESIZE

@@ -57,6 +57,11 @@ def readable_tensors(config: Mapping[str, Any] | None, tensors: Mapping[str, Sto
     return readable
 
 
+def check_method(config: Mapping[str, Any]) -> None:
+    """ConfigError as `readable_tensors`, from the configuration alone."""
+    _builder(config)
+
+
 def _plain(tensor: StoredTensor) -> StoredTensor:
     if tensor.dtype not in FLOATS:
         raise WeightsError(f"tensor {tensor.name!r}: {tensor.dtype} is not supported (known: {FLOATS})")

@@ -31,7 +31,7 @@ _INERT = ("rotary_emb.inv_freq",)  # buffers of old checkpoints; the configurati
 
 class SafetensorsSource:
     def __init__(self, folder: Path) -> None:
-        values = _json_object(folder / "config.json")
+        values = json_object(folder / "config.json")
         quantization = values.pop(QUANTIZATION, None)
         if quantization is not None and not isinstance(quantization, dict):
             raise WeightsError(f"{folder / 'config.json'}: {QUANTIZATION} is not an object")
@@ -129,7 +129,7 @@ def shard_paths(folder: Path) -> list[Path]:
         if not (folder / SINGLE).exists():
             raise WeightsError(f"{folder}: neither {SINGLE} nor {INDEX}")
         return [folder / SINGLE]
-    weight_map = _json_object(folder / INDEX).get("weight_map")
+    weight_map = json_object(folder / INDEX).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise WeightsError(f"{INDEX}: no weight_map")
     names = sorted({str(name) for name in weight_map.values()})
@@ -141,7 +141,7 @@ def shard_paths(folder: Path) -> list[Path]:
     return [folder / name for name in names]
 
 
-def _json_object(path: Path) -> dict[str, Any]:
+def json_object(path: Path) -> dict[str, Any]:
     try:
         value = json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError) as e:

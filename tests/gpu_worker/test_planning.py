@@ -1,0 +1,180 @@
+"""Plans: as many bytes as engines then have, cards by arithmetic of their own, and the command."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from kernels.packed_weight import PackedWeight, packed_bytes
+from services.gpu_worker.commands import plan as command
+from services.gpu_worker.engine import TorchEngine
+from services.gpu_worker.model.parameters import parameters
+from services.gpu_worker.native_engine import NativeEngine
+from services.gpu_worker.planning import Limits, plan_card, plan_cpu
+from services.gpu_worker.weights.loader import open_source
+from services.gpu_worker.weights.outline import outline
+from tests.gpu_worker.any_engine import AnyEngine, load_native, load_torch
+from tests.gpu_worker.gguf_files import write_gguf
+from tests.gpu_worker.quantized_folders import quantize
+from tests.gpu_worker.test_default_model import model_path
+from tests.gpu_worker.tiny_models import ARCHITECTURES, MORE_ARCHITECTURES, save
+from tests.kernels.random_weights import TYPES, random_weight
+from tests.kernels.threads import torch_threads
+
+LIMITS = Limits(block_size=16, max_num_batched_tokens=64, max_num_seqs=4, kv_cache_bytes=2 << 20)
+LLAMA_70B: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"], "vocab_size": 128256, "hidden_size": 8192, "intermediate_size": 28672,
+    "num_hidden_layers": 80, "num_attention_heads": 64, "num_key_value_heads": 8, "max_position_embeddings": 8192,
+    "rms_norm_eps": 1e-5, "tie_word_embeddings": False, "dtype": "float16",
+    "quantization_config": {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"},
+}  # fmt: skip
+
+
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, PackedWeight):
+        for plane in (value.codes, value.high, value.d, value.m, value.sub, value.sub_min):
+            yield from tensors_in(plane)
+    elif dataclasses.is_dataclass(value):
+        for field in dataclasses.fields(value):
+            yield from tensors_in(getattr(value, field.name))
+    elif isinstance(value, tuple):
+        for part in value:
+            yield from tensors_in(part)
+
+
+def held_bytes(engine: AnyEngine) -> tuple[int, int]:
+    """Of weights and of the pool, each piece of memory once."""
+    if isinstance(engine, NativeEngine):
+        weights = engine.decoder._kept[0]
+        caches = [array for cache in engine.decoder.caches for array in (cache.k, cache.v)]
+    else:
+        weights = engine._decoder.weights
+        caches = [tensor for cache in engine._pool.layers for tensor in (cache.k, cache.v)]
+    # oneDNN's own layouts have no address
+    found = {id(t) if t.is_mkldnn else t.data_ptr(): t.numel() * t.element_size() for t in tensors_in(weights)}
+    return sum(found.values()), sum(cache.nbytes for cache in caches)
+
+
+@pytest.mark.parametrize("type_name", TYPES)
+@pytest.mark.parametrize("rows", [16, 21])
+def test_packed_bytes_are_those_of_a_packed_weight(type_name: str, rows: int) -> None:
+    assert packed_bytes(type_name, rows, 512) == random_weight(type_name, rows, 512)[0].num_bytes
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES | MORE_ARCHITECTURES)
+def test_parameters_are_what_files_hold(tmp_path: Path, name: str) -> None:
+    save(name, tmp_path)
+    source = open_source(tmp_path)
+    assert dict(parameters(source.config)) == source.shapes
+
+
+@pytest.mark.parametrize("kind", ["hf", "gguf", "awq"])
+@pytest.mark.parametrize("load", [load_torch, load_native])
+def test_an_engine_holds_what_was_planned(tmp_path: Path, kind: str, load: Any) -> None:
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_hidden_layers": 1}
+    with torch_threads(1):
+        model, path = save("llama", tmp_path, **sizes, tie_word_embeddings=kind == "gguf"), tmp_path
+        if kind == "awq":
+            quantize(model, tmp_path, "awq")
+        if kind == "gguf":
+            path = tmp_path / "model.gguf"
+            write_gguf(model, path, type_name="Q4_1")
+        check(load(path, kv_cache_bytes=2 << 20, block_size=16), path, LIMITS)
+
+
+def check(engine: AnyEngine, path: Path, limits: Limits) -> None:
+    plan = plan_cpu(outline(path), limits, "torch" if isinstance(engine, TorchEngine) else "native")
+    assert (plan.num_blocks, plan.max_model_len) == (engine.info.num_blocks, engine.info.max_model_len)
+    weight_bytes, pool_bytes = held_bytes(engine)
+    assert plan.weight_bytes == pytest.approx(weight_bytes, rel=0.03)
+    assert plan.pool_bytes == pytest.approx(pool_bytes, rel=0.03)
+
+
+@pytest.mark.model
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("load", [load_torch, load_native])
+def test_the_default_model_takes_what_was_planned(load: Any) -> None:
+    engine = load(model_path(), kv_cache_bytes=1 << 28, block_size=8)
+    check(engine, model_path(), dataclasses.replace(LIMITS, block_size=8, kv_cache_bytes=1 << 28))
+
+
+def test_a_folder_without_weights_is_enough(tmp_path: Path) -> None:
+    model = save("llama", tmp_path)
+    whole = plan_cpu(outline(tmp_path), LIMITS)
+    names = list(model.state_dict())
+    size = sum(t.numel() * t.element_size() for t in model.state_dict().values())
+    (tmp_path / "model.safetensors").unlink()
+    assert plan_cpu(outline(tmp_path), LIMITS) == whole
+    index = {"metadata": {"total_size": size}, "weight_map": dict.fromkeys(names, "1.safetensors")}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert plan_cpu(outline(tmp_path), LIMITS) == whole
+
+
+def write_70b(folder: Path) -> Path:
+    (folder / "config.json").write_text(json.dumps(LLAMA_70B))
+    return folder
+
+
+def test_a_model_of_70_billion_at_4_bits_fits_on_48_gb(tmp_path: Path) -> None:
+    plan = plan_card(outline(write_70b(tmp_path)), dataclasses.replace(LIMITS, max_num_batched_tokens=512), 48 << 30)
+    matrices = 80 * (8192 * 8192 * 2 + 2 * 8192 * 1024 + 3 * 8192 * 28672)
+    ends = 2 * 128256 * 8192
+    assert plan.num_parameters == pytest.approx(matrices + ends, rel=1e-4)
+    assert plan.weight_bytes == pytest.approx(matrices * (4 + 20 / 128) / 8 + ends * 2, rel=0.001)
+    assert plan.kv_bytes_per_token == 80 * 8 * 128 * 2 * 2
+    left = 0.9 * (48 << 30) - plan.weight_bytes
+    assert 0.97 * left < plan.pool_bytes < left
+    assert plan.num_sequences(8192) == 2
+    assert plan_card(outline(tmp_path), LIMITS, 24 << 30).num_blocks == 0
+    assert plan_card(outline(tmp_path), dataclasses.replace(LIMITS, kv_cache_dtype="int8"), 48 << 30).num_blocks > (
+        1.9 * plan.num_blocks
+    )
+
+
+def run(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[int, str, str]:
+    status = command.main(args)
+    printed = capsys.readouterr()
+    return status, printed.out, printed.err
+
+
+def test_the_command_says_what_fits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = str(write_70b(tmp_path))
+    status, out, _ = run(capsys, model, "--device", "48GiB", "--context", "4096", "--concurrency", "4")
+    assert status == 0 and "4 fit" in out and "327,680 bytes a token" in out
+    status, out, _ = run(capsys, model, "--device", "a6000", "--context", "4096", "--concurrency", "6")
+    assert status == 1 and "does not fit: 6 x 4,096 tokens need 7.50 GiB of KV" in out
+    status, out, _ = run(capsys, model, "--device", "24GiB", "--json")
+    assert status == 1 and json.loads(out)["fits"] is False
+    status, out, _ = run(capsys, model, "--device", "h100", "--json")
+    assert status == 0 and json.loads(out)["num_sequences"] > 10
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--device", "gameboy"], "--device gameboy: neither cpu, nor a size like 48GiB, nor a known card"),
+        (["--context", "9000"], "max_model_len: 9000, but the model's context is 8192"),
+        (["--device", "h100", "--kv-cache-dtype", "int2"], "kv_cache_dtype"),
+        (["--kv-cache-bytes", "1000"], "kv_cache_bytes: not one block"),
+    ],
+)
+def test_the_command_refuses_in_a_sentence(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], args: list[str], message: str
+) -> None:
+    status, out, err = run(capsys, str(write_70b(tmp_path)), *args)
+    assert (status, out) == (1, "") and message in err
+
+
+def test_what_the_worker_refuses_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    changed = LLAMA_70B | {"quantization_config": {"quant_method": "aqlm"}}
+    (write_70b(tmp_path) / "config.json").write_text(json.dumps(changed))
+    status, _, err = run(capsys, str(tmp_path), "--device", "h100")
+    assert status == 1 and "quantization_config.quant_method: 'aqlm' is not supported" in err
