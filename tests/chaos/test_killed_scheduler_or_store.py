@@ -110,12 +110,15 @@ async def test_stopped_until_another_has_taken_over(
         answering, running = await all_decoding(stack, client)
         worker = running[0].worker
         stopped = stack.by_incarnation(stack.state.owner(LEASES[kind], worker))
+        stopped_at = time.perf_counter()
         async with stack.paused(stopped):
             meanwhile = client.begin_all([plain(f"meanwhile {i}") for i in range(8)])
             await wait_until(lambda: stack.state.owner(LEASES[kind], worker) not in ("", stopped.incarnation), 20)
+            detected_s = time.perf_counter() - stopped_at
             check_same(await answering, undisturbed)
         again = await client.ask_all(mixed("load"))
         check_same(again, undisturbed)
+        note(detected_s=detected_s, pause_s=longest_pause_s([*await long, *await meanwhile], stopped_at))
         for name, num_tokens, answers in (("long", LONG, await long), ("meanwhile", NUM_TOKENS, await meanwhile)):
             for i, answer in enumerate(answers):
                 answer.check()

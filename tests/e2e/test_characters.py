@@ -10,6 +10,7 @@ from shared import scripted_vocab as vocab
 from tests.e2e.clients import Answer, Client, Connect
 from tests.e2e.load import USAGE, prompt_ids, verbatim
 from tests.e2e.stack import NewStack, Stack
+from tests.figures import note
 from tests.helpers import wait_until
 
 
@@ -55,8 +56,9 @@ async def test_a_worker_killed_inside_a_character(new_stack: NewStack, connect: 
             answering = client.begin(verbatim(text, **USAGE))
             await wait_until(functools.partial(is_inside, stack, inside), every=0.002)
             [seq] = stack.state.running()
-            stack.kill(stack.by_incarnation(seq.worker))
+            killed_at = stack.kill(stack.by_incarnation(seq.worker))
             answer: Answer = await answering
+        note(pause_s=answer.longest_pause_s(killed_at))
         answer.check()
         assert answer.text == text and "\ufffd" not in answer.text
         assert answer.usage and answer.usage["completion_tokens"] == len(text.encode()) + 1

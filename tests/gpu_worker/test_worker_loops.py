@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
+import time
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -21,6 +22,7 @@ from shared.bus import connect
 from shared.leases import BUSY_LEASE_MS
 from shared.runtime import Stop
 from shared.worker_protocol import RunningState, TakeOver
+from tests.figures import note
 from tests.gpu_worker.builders import BLOCK_SIZE
 from tests.gpu_worker.worker_bench import MODEL, SCHEDULER, Clock, WorkerBench
 from tests.helpers import wait_until
@@ -191,8 +193,10 @@ async def test_a_worker_without_memory_hands_back_all_but_the_one_to_blame(redis
         mate = await bench.place(PROMPT, rid="q", block_ids=range(16), max_tokens=50)
         await wait_until(lambda: _has_some(bench, mate))
         poison = await bench.place([vocab.OOM, 0, 7], block_ids=range(16, 20))
+        placed_at = time.perf_counter()
         with pytest.raises(OutOfMemory):
             await asyncio.wait_for(asyncio.shield(running.task), 20)
+        note(handed_back_s=time.perf_counter() - placed_at)
         record = await bench.record(mate)
         assert (record.state, record.strikes) == ("queued", 0)
         assert await bench.log(mate) == vocab.answer(PROMPT, record.num_tokens)
