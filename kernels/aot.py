@@ -35,7 +35,7 @@ BEST = "sm_90"  # the target that `--quick` compiles every case for
 # In the order in which they are looked for: a kernel that has the first is not said to have the others.
 MMA = {
     "cuda": {"wgmma": "wgmma.mma_async", "tcgen05": "tcgen05.mma", "mma.sync": "mma.sync"},
-    "hip": {"mfma": "v_mfma"},
+    "hip": {"mfma_32x32": "v_mfma_f32_32x32", "mfma_16x16": "v_mfma_f32_16x16", "mfma": "v_mfma"},
 }
 
 
@@ -96,7 +96,7 @@ def compile_task(task: Task) -> list[Report]:
             lines = str(e).strip().splitlines() or [type(e).__name__]
             reports.append(Report(task.op, case.name, target.name, launch.kernel.__name__, error=lines[-1]))
     wanted = case.mma.get(target.name, "")
-    if wanted and not any(wanted == report.mma or report.error for report in reports):
+    if wanted and not any(report.mma.startswith(wanted) or report.error for report in reports):
         found = ", ".join(sorted({report.mma for report in reports} - {""})) or "none"
         reports.append(Report(task.op, case.name, target.name, error=f"{wanted} expected, {found} found"))
     return reports
@@ -165,12 +165,12 @@ def reports_of(todo: list[Task], jobs: int) -> Iterator[list[Report]]:
         yield from pool.map(compile_task, todo)
 
 
-HEADER = f"{'kernel':32} {'target':7} {'regs':>4} {'shared':>7} {'mma':9} {'s':>5}  case"
+HEADER = f"{'kernel':32} {'target':7} {'regs':>4} {'shared':>7} {'mma':10} {'s':>5}  case"
 
 
 def table_row(r: Report) -> str:
     shared = f"{r.shared / KIB:.1f}K" if r.shared else "-"
-    line = f"{r.kernel or r.op:32} {r.target:7} {r.registers:4} {shared:>7} {r.mma or '-':9} {r.seconds:5.1f}"
+    line = f"{r.kernel or r.op:32} {r.target:7} {r.registers:4} {shared:>7} {r.mma or '-':10} {r.seconds:5.1f}"
     return f"{line}  {r.case.replace('torch.', '')}{'  FAILED: ' + r.error if r.error else ''}"
 
 

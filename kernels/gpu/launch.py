@@ -124,18 +124,22 @@ def launch(
     num_stages: int = 1,
     all_registers: bool = False,
     unfused: bool = False,
+    one_mma: bool = False,
     **constants: Any,
 ) -> None:
     """args are the kernel's arguments in its order, constants its `tl.constexpr` parameters.
 
     all_registers: NVIDIA's compiler is not to spill a few of them so that more programs fit.
     unfused: no multiplication may become one operation with an addition.
+    one_mma: AMD's matrix instruction is of one shape, and so adds in one order, whatever the tile's shape.
     """
     recorder = _recorder.get()
     options = {"num_warps": num_warps, "num_stages": num_stages}
     backend = recorder.target.backend if recorder is not None else "hip" if torch.version.hip else "cuda"
     if all_registers and backend == "cuda":
         options["maxnreg"] = 255
+    if one_mma and backend == "hip":
+        options["matrix_instr_nonkdim"] = 16
     if unfused and not interpreted():
         options["enable_fp_fusion"] = False
     if recorder is not None:
