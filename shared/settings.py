@@ -203,7 +203,9 @@ class WorkerSettings(Section):
     threads: int = _setting(0, "compute threads; one a physical core, shared between workers, when 0", ge=0, le=1024)
     max_step_ms: float = _setting(100.0, "bound of a step's prefill share while others decode", gt=0, le=60000)
     kv_cache_dtype: Annotated[str, _only("auto")] = _setting("auto", "type of cached keys and values")
-    quantization: Annotated[str, _only("none")] = _setting("none", "quantization while loading")
+    quantization: Literal["none", "int8", "int4", "fp8"] = _setting(
+        "none", "what matrices stored as floats become while they are loaded"
+    )
     speculative_config: Annotated[str, _only("none")] = _setting("none", "speculative decoding")
     tensor_parallel_size: Annotated[int, _only(1)] = _setting(1, "GPUs of one worker")
 

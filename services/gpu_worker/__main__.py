@@ -162,7 +162,7 @@ def _model(common: CommonSettings, own: WorkerSettings) -> tuple[Engine, Validat
             own.engine, source.path, common.cache_dir,
             kv_cache_bytes=own.kv_cache_bytes or None, block_size=own.block_size,
             max_model_len=own.max_model_len or None, kv_cache_dtype=own.kv_cache_dtype, num_threads=_num_threads(own),
-            progress=show,
+            quantization=own.quantization, progress=show,
         )  # fmt: skip
     return engine, validate
 

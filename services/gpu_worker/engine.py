@@ -51,6 +51,7 @@ class TorchEngine:
         max_model_len: int | None = None,
         dtype: str = "auto",
         kv_cache_dtype: str = "auto",
+        quantization: str = "none",
         num_threads: int | None = None,
         progress: Progress | None = None,
     ) -> TorchEngine:
@@ -65,7 +66,7 @@ class TorchEngine:
         kv_dtype = cache_dtype(kv_cache_dtype)
         if num_threads is not None:
             torch.set_num_threads(num_threads)
-        source = open_source(model)
+        source = open_source(model, quantization)
         config = source.config
         length = context_length(config, max_model_len, windows=True)
         size, most_useful = block_bytes(config, block_size, kv_dtype), USEFUL_CONTEXTS * -(-length // block_size)

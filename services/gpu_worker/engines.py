@@ -27,6 +27,7 @@ def load_engine(
     block_size: int = 16,
     max_model_len: int | None = None,
     kv_cache_dtype: str = "auto",
+    quantization: str = "none",
     progress: Progress | None = None,
     say: Callable[[str], None] = log.info,
 ) -> NativeEngine | TorchEngine:
@@ -41,7 +42,8 @@ def load_engine(
         try:
             return NativeEngine.load(
                 model, library, num_threads=num_threads, kv_cache_bytes=kv_cache_bytes, block_size=block_size,
-                max_model_len=max_model_len, kv_cache_dtype=kv_cache_dtype, progress=progress,
+                max_model_len=max_model_len, kv_cache_dtype=kv_cache_dtype, quantization=quantization,
+                progress=progress,
             )  # fmt: skip
         except NotNativeError as e:
             if kind == "native":
@@ -49,7 +51,8 @@ def load_engine(
             log.warning("computing with torch, which is several times slower: %s", e)
     return TorchEngine.load(
         model, num_threads=num_threads, kv_cache_bytes=kv_cache_bytes, block_size=block_size,
-        max_model_len=max_model_len, kv_cache_dtype=kv_cache_dtype, progress=progress,
+        max_model_len=max_model_len, kv_cache_dtype=kv_cache_dtype, quantization=quantization,
+        progress=progress,
     )  # fmt: skip
 
 

@@ -83,6 +83,7 @@ class NativeEngine:
         block_size: int = 16,
         max_model_len: int | None = None,
         kv_cache_dtype: str = "auto",
+        quantization: str = "none",
         progress: Progress | None = None,
     ) -> NativeEngine:
         """ValueError (ConfigError, WeightsError, GGUFError) if the model cannot be served as asked.
@@ -93,7 +94,7 @@ class NativeEngine:
             raise ConfigError(f"kv_cache_dtype: {kv_cache_dtype!r} is not supported by native kernels (float16)")
         if block_size not in BLOCK_SIZES:
             raise ConfigError(f"block_size: {block_size} is not one of {', '.join(map(str, BLOCK_SIZES))}")
-        source = open_source(model)
+        source = open_source(model, quantization)
         config = source.config
         length = context_length(config, max_model_len)
         most_useful = USEFUL_CONTEXTS * -(-length // block_size)

@@ -130,7 +130,7 @@ def _torch_weights(outline: Outline) -> int:
 
 
 def _card_bytes(parameter: Outlined) -> int:
-    return int(parameter.num_elements * (16 if parameter.is_dense else parameter.file_bits) / 8)
+    return int(parameter.num_elements * (parameter.file_bits if parameter.quantized_as else 16) / 8)
 
 
 def _step_bytes(config: ModelConfig, limits: Limits, length: int, width: int) -> int:

@@ -68,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     engine = load_engine(
         args.engine or own.engine, source.path, common.cache_dir,
         kv_cache_bytes=own.kv_cache_bytes or None, block_size=own.block_size,
-        num_threads=threads,
+        kv_cache_dtype=own.kv_cache_dtype, quantization=own.quantization, num_threads=threads,
     )  # fmt: skip
     lengths = [args.max_tokens]
     if args.min_tokens:

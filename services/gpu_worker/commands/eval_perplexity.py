@@ -69,7 +69,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     todo = read_windows(args.file, source.path, args.ctx, args.chunks)
     engine = load_engine(
         args.engine or own.engine, source.path, common.cache_dir, block_size=own.block_size,
-        max_model_len=own.max_model_len or None, kv_cache_dtype=own.kv_cache_dtype,
+        max_model_len=own.max_model_len or None, kv_cache_dtype=own.kv_cache_dtype, quantization=own.quantization,
         num_threads=args.threads or own.threads or num_cores(),
     )  # fmt: skip
     room = engine.info.max_num_tokens

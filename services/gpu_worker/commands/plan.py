@@ -41,6 +41,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     ap.add_argument("--context", type=int, metavar="N", help="tokens of a sequence (default: the model's context)")
     ap.add_argument("--concurrency", type=int, default=1, metavar="N", help="such sequences at once (default 1)")
     ap.add_argument("--engine", choices=("auto", "native", "torch"), help="on a CPU, as for `headrace serve`")
+    ap.add_argument("--quantization", metavar="METHOD", help="as for `headrace serve`")
     ap.add_argument("--kv-cache-dtype", metavar="TYPE", help="as for `headrace serve`")
     ap.add_argument("--kv-cache-bytes", metavar="SIZE", help="on a CPU, as for `headrace serve`")
     ap.add_argument("--json", action="store_true", help="one JSON line instead of a table")
@@ -66,7 +67,12 @@ def memory_of(device: str) -> int | None:
 
 def make(args: argparse.Namespace) -> tuple[Plan, str, int | None]:
     """The plan, the model's name, and the card's memory."""
-    changes = {"engine": args.engine, "kv_cache_dtype": args.kv_cache_dtype, "kv_cache_bytes": args.kv_cache_bytes}
+    changes = {
+        "engine": args.engine,
+        "quantization": args.quantization,
+        "kv_cache_dtype": args.kv_cache_dtype,
+        "kv_cache_bytes": args.kv_cache_bytes,
+    }
     entries = {settings.variable(field): value for field, value in changes.items() if value is not None}
     environ = settings.current_environ() | entries
     own, common = settings.load(WorkerSettings, environ), settings.load(CommonSettings, environ)
@@ -76,7 +82,7 @@ def make(args: argparse.Namespace) -> tuple[Plan, str, int | None]:
         own.kv_cache_dtype, int(own.kv_cache_bytes) or None, own.gpu_memory_utilization,
     )  # fmt: skip
     source = model_source.resolve(args.model or common.model, common.cache_dir)
-    found = outline(source.path)
+    found = outline(source.path, own.quantization)
     plan = plan_cpu(found, limits, own.engine) if memory is None else plan_card(found, limits, memory)
     return plan, source.name, memory
 

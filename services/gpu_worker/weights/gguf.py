@@ -79,6 +79,10 @@ class GGUFSource:
         """What the file stores it as."""
         return self._tensors[self._parts[place].name].type
 
+    def quantized_as(self, name: str) -> str:
+        stored_type = self.type_of(name)
+        return "" if stored_type in DENSE else stored_type
+
     def release(self, name: str) -> None:
         start, end = self._extent(name)
         first, end = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE, end // mmap.PAGESIZE * mmap.PAGESIZE

@@ -20,6 +20,7 @@ from services.gpu_worker.model.layers import (
 )
 from services.gpu_worker.weights.gguf import GGUFSource
 from services.gpu_worker.weights.names import is_place
+from services.gpu_worker.weights.online import QuantizingSource
 from services.gpu_worker.weights.safetensors import SafetensorsSource
 from services.gpu_worker.weights.source import WeightsError, WeightSource
 
@@ -28,13 +29,12 @@ log = logging.getLogger(__name__)
 Progress = Callable[[int, int], None]  # (elements done, elements in all)
 
 
-def open_source(path: Path) -> WeightSource:
-    """A GGUF file, or a folder in the Hugging Face layout."""
-    if path.is_dir():
-        return SafetensorsSource(path)
-    if path.is_file():
-        return GGUFSource(path)
-    raise WeightsError(f"{path}: there is no such file or folder")
+def open_source(path: Path, quantization: str = "none") -> WeightSource:
+    """A GGUF file, or a folder in the Hugging Face layout; quantization: what to make of floats, see `online`."""
+    if not path.exists():
+        raise WeightsError(f"{path}: there is no such file or folder")
+    source: WeightSource = SafetensorsSource(path) if path.is_dir() else GGUFSource(path)
+    return source if quantization == "none" else QuantizingSource(source, quantization)
 
 
 def load_weights(source: WeightSource, progress: Progress | None = None) -> DecoderWeights:

@@ -13,6 +13,7 @@ from kernels.packed_weight import GROUP
 from services.gpu_worker.model.config import Keys, ModelConfig
 from services.gpu_worker.model.hf_config import config_from_hf
 from services.gpu_worker.model.parameters import parameters
+from services.gpu_worker.weights import online
 from services.gpu_worker.weights.gguf import GGUFSource
 from services.gpu_worker.weights.quantization import WHERE, check_method
 from services.gpu_worker.weights.safetensors import INDEX, QUANTIZATION, SINGLE, json_object
@@ -25,20 +26,19 @@ _NOT_QUANTISED = ("embedding", "head", "router", "shared_gate")
 
 @dataclass(frozen=True, slots=True)
 class Outlined:
-    """native_type: as which native kernels hold a matrix; file_bits: what the file spends on an element."""
+    """native_type: as which native kernels hold a matrix; file_bits: what the file spends on an element.
+
+    quantized_as is as in `WeightSource.quantized_as`."""
 
     place: str
     shape: tuple[int, ...]
     native_type: str
     file_bits: float
+    quantized_as: str = ""
 
     @property
     def num_elements(self) -> int:
         return prod(self.shape)
-
-    @property
-    def is_dense(self) -> bool:
-        return self.native_type in _DTYPES.values() and self.file_bits >= 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,14 +49,27 @@ class Outline:
 
 @dataclass(frozen=True, slots=True)
 class _Quantized:
+    method: str
     native_type: str
     file_bits: float
     group: int = 0  # columns; 0: all of a row
 
 
-def outline(path: Path) -> Outline:
+def outline(path: Path, quantization: str = "none") -> Outline:
     """ConfigError or WeightsError as `open_source`; a folder need not have more than its config.json."""
-    return _of_folder(path) if path.is_dir() else _of_gguf(GGUFSource(path))
+    found = _of_folder(path) if path.is_dir() else _of_gguf(GGUFSource(path))
+    if quantization == "none":
+        return found
+    return replace(found, parameters=tuple(_quantized_online(p, quantization) for p in found.parameters))
+
+
+def _quantized_online(parameter: Outlined, method: str) -> Outlined:
+    place, columns = parameter.place, parameter.shape[-1]
+    if not online.is_quantized(place) or not online.check_stored(place, parameter.quantized_as, method):
+        return parameter
+    online.check_columns(place, columns, method)
+    bits = {"int8": _BITS["Q8_0"], "int4": _BITS["Q4_0"], "fp8": 8.0}[method]
+    return replace(parameter, native_type=online.TYPES[method], file_bits=bits, quantized_as=method)
 
 
 def _of_gguf(source: GGUFSource) -> Outline:
@@ -65,7 +78,9 @@ def _of_gguf(source: GGUFSource) -> Outline:
     return Outline(
         replace(source.config, tied="head.weight" not in types),
         tuple(
-            Outlined(place, shape, held.get(types[place], types[place]), _BITS[types[place]])
+            Outlined(
+                place, shape, held.get(types[place], types[place]), _BITS[types[place]], source.quantized_as(place)
+            )
             for place, shape in source.shapes.items()
         ),
     )
@@ -92,7 +107,7 @@ def _outlined(place: str, shape: tuple[int, ...], dense: str, quantized: _Quanti
     held = quantized.native_type
     if (quantized.group or shape[1]) % GROUP or shape[1] % GROUP:
         held = "F16"
-    return Outlined(place, shape, held, quantized.file_bits)
+    return Outlined(place, shape, held, quantized.file_bits, quantized.method)
 
 
 def _files(folder: Path) -> tuple[list[str], int]:
@@ -114,23 +129,23 @@ def _quantized(values: Mapping[str, Any]) -> _Quantized:
     check_method(values)
     method = values["quant_method"]
     if method in ("awq", "gptq"):
-        return _packed(dict(values), int(values["bits"]) if "bits" in values else 4)
+        return _packed(values, method, int(values["bits"]) if "bits" in values else 4)
     if method == "compressed-tensors":
         weights = next(iter(values["config_groups"].values()))["weights"]
         if values.get("format") == "pack-quantized":
-            return _packed({"sym": weights.get("symmetric", True), **weights}, int(weights.get("num_bits", 4)))
-        return _Quantized("F16", 8.0)
+            return _packed({"sym": weights.get("symmetric", True), **weights}, method, int(weights.get("num_bits", 4)))
+        return _Quantized(method, "F16", 8.0)
     if method == "bitsandbytes" and values.get("load_in_4bit"):
-        return _Quantized("F16", 4.0 + (8.0 if values.get("bnb_4bit_use_double_quant") else 32.0) / 64)
-    return _Quantized("F16", 8.0)
+        return _Quantized(method, "F16", 4.0 + (8.0 if values.get("bnb_4bit_use_double_quant") else 32.0) / 64)
+    return _Quantized(method, "F16", 8.0)
 
 
-def _packed(values: Mapping[str, Any], bits: int) -> _Quantized:
+def _packed(values: Mapping[str, Any], method: str, bits: int) -> _Quantized:
     """Codes with scales and zeros by group."""
     group = Keys(values, WHERE).take("group_size", int, 0)
-    centred = values.get("quant_method") != "awq" and bool(values.get("sym", True))
+    centred = method != "awq" and bool(values.get("sym", True))
     file_bits = bits + (16 + bits) / group if group > 0 else float(bits)
     held = {4: "Q4_0" if centred else "Q4_1", 8: "Q8_0" if centred else "F16"}.get(bits, "F16")
     if values.get("desc_act") or values.get("actorder") == "group":
         held = "F16"
-    return _Quantized(held, file_bits, max(0, group))
+    return _Quantized(method, held, file_bits, max(0, group))

@@ -39,6 +39,7 @@ class SafetensorsSource:
         self._norm_offset = family.norm_offset
         paths = shard_paths(folder)
         self._tensors = readable_tensors(quantization, _stored(paths))
+        self._method = str(quantization["quant_method"]) if quantization else ""
         self._codes_types: dict[str, str] = {}
         names = hf_names(family, self.config)
         self.file_name = names.name
@@ -72,6 +73,9 @@ class SafetensorsSource:
             return rows
         half = rows.half()
         return half if bool(half.isfinite().all()) else rows.contiguous()
+
+    def quantized_as(self, name: str) -> str:
+        return "" if isinstance(self._tensors[self._parts[name].name], StoredTensor) else self._method
 
     def release(self, name: str) -> None:
         """The reader copies; what it has mapped is the system's to take back."""

@@ -33,6 +33,10 @@ class WeightSource(Protocol):
         """What the file calls the tensor, there or not."""
         ...
 
+    def quantized_as(self, name: str) -> str:
+        """How the file has quantised the tensor, as it calls that; empty for floats."""
+        ...
+
     def read_into(self, name: str, out: torch.Tensor) -> None:
         """Fill out (float32, of the tensor's shape) with the tensor."""
         ...
