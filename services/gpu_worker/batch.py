@@ -55,12 +55,18 @@ class Sequence:
 class Chunk:
     """Compute token_ids[start : start + count] of a sequence; sample: draw the next token from the last of them.
 
-    Where the step before draws the last of these tokens, and has not ended, it is not in token_ids yet."""
+    Where the step before draws the last of these tokens, and has not ended, it is not in token_ids yet. draft_ids:
+    guesses of what is drawn next, computed too. Only with sample, and after the last of token_ids."""
 
     seq: Sequence
     start: int
     count: int
     sample: bool
+    draft_ids: tuple[int, ...] = ()
+
+    @property
+    def num_rows(self) -> int:
+        return self.count + len(self.draft_ids)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +76,9 @@ class SampledToken:
     token_id: int
     logprob: float = 0.0
     top: tuple[tuple[int, float], ...] = ()
+
+
+Drawn = tuple[SampledToken, ...]  # of a chunk
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,13 +99,22 @@ class EngineInfo:
         return min(self.max_model_len, self.num_blocks * self.block_size)
 
 
+class Drafter(Protocol):
+    """Guesses which tokens are drawn next."""
+
+    def draft(self, chunks: Seq[Chunk], most: Seq[int], num_free: int) -> list[tuple[int, ...]]:
+        """Drafts for each chunk of a step, at most `most` of each and num_free in all. Does not modify sequences."""
+        ...
+
+
 class Engine(Protocol):
     """Synchronous; runs in the engine thread. Knows neither Redis nor HTTP nor scheduling."""
 
     info: EngineInfo
 
-    def step(self, chunks: Seq[Chunk]) -> list[SampledToken | None]:
-        """One forward over all chunks; one result a chunk (None where sample is False). Writes the KV of every
-        computed token into the pool; does not modify the sequences. A sequence's result does not depend on the
-        other chunks, nor on how its tokens were cut into chunks."""
+    def step(self, chunks: Seq[Chunk]) -> list[Drawn]:
+        """One forward over all chunks; what is drawn for each (nothing where sample is False): a token, and one more
+        after each draft that is equal to what was drawn in its place. Writes the KV of every computed token into the
+        pool; does not modify the sequences. A sequence's tokens do not depend on the other chunks, nor on how its
+        tokens were cut into chunks, nor on drafts."""
         ...

@@ -17,12 +17,13 @@ import torch
 
 from kernels.paged_attention import TILE, shapes_agree
 from services.gpu_worker.attention_plan import PREFILL_GROUP_ROWS, Geometry
-from services.gpu_worker.batch import Chunk, EngineInfo, SampledToken
+from services.gpu_worker.batch import Chunk, Drawn, EngineInfo
 from services.gpu_worker.kv_pool import KVPool, block_bytes, cache_dtype, num_blocks_for
 from services.gpu_worker.model.config import ConfigError, ModelConfig, NotNativeError
 from services.gpu_worker.model.decoder import Decoder
-from services.gpu_worker.sampler import Draw, sample
-from services.gpu_worker.step_inputs import SequenceError, build_step_inputs
+from services.gpu_worker.sampler import sample
+from services.gpu_worker.speculative.verify import drawn_by_chunk, draws_of
+from services.gpu_worker.step_inputs import build_step_inputs
 from services.gpu_worker.variant import kernel_variant
 from services.gpu_worker.weights.loader import Progress, load_weights, open_source
 
@@ -88,21 +89,19 @@ class TorchEngine:
         info = EngineInfo(variant, config.vocab_size, length, block_size, num_blocks, "cpu")
         return cls(decoder, pool, geometry, info)
 
-    def step(self, chunks: Seq[Chunk]) -> list[SampledToken | None]:
+    def step(self, chunks: Seq[Chunk]) -> list[Drawn]:
         """As `Engine.step`. SequenceError, before anything is computed, for a chunk that cannot be; and after, for a
         sequence whose logits are not finite. ValueError for parameters that `sampler.validate` refuses; MemoryError."""
-        results: list[SampledToken | None] = [None] * len(chunks)
         if not chunks:
-            return results
+            return []
         with torch.inference_mode(), memory_errors():
             inputs = build_step_inputs(chunks, self._geometry)
             logits = self._decoder.forward(inputs, self._pool)
-            sampled = [chunks[i] for i in inputs.sample_chunks]
-            _check_finite(logits, sampled)
-            tokens = sample(logits, [draw_of(chunk) for chunk in sampled])
-        for i, token in zip(inputs.sample_chunks, tokens, strict=True):
-            results[i] = token
-        return results
+            draws = draws_of(chunks, inputs.sample_chunks)
+            finite = logits.amax(-1).isfinite()  # a NaN anywhere in a row is its maximum
+            rows = finite.nonzero().flatten().tolist()
+            tokens = dict(zip(rows, sample(logits[rows], [draws[n] for n in rows]), strict=True))
+        return drawn_by_chunk(chunks, inputs.sample_chunks, [tokens.get(n) for n in range(len(draws))])
 
     def logits(self, chunk: Chunk, first: int) -> torch.Tensor:
         """Of the chunk's rows from `first` on, float32 [rows, vocab_size]; its KV is written."""
@@ -154,17 +153,3 @@ def _geometry(config: ModelConfig, num_blocks: int, block_size: int, max_model_l
         if shapes_agree(sizes, config.head_dim):
             return geometry
     return replace(geometry, decode_group_rows=PREFILL_GROUP_ROWS)
-
-
-def draw_of(chunk: Chunk) -> Draw:
-    seq, end = chunk.seq, chunk.start + chunk.count
-    token_ids = seq.token_ids if end == len(seq.token_ids) else seq.token_ids[:end]
-    return Draw(seq.params, seq.choice, token_ids, seq.num_prompt_tokens)
-
-
-def _check_finite(logits: torch.Tensor, chunks: Seq[Chunk]) -> None:
-    if not chunks:
-        return
-    finite = logits.amax(-1).isfinite()  # a NaN anywhere in a row is its maximum
-    if not finite.all():
-        raise SequenceError(chunks[int(finite.logical_not().nonzero()[0])].seq.sid, "its logits are not finite")

@@ -24,7 +24,7 @@ from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 
-from services.gpu_worker.batch import Chunk, Engine, SampledToken
+from services.gpu_worker.batch import Chunk, Drawn, Engine
 from services.gpu_worker.commits import Place
 from services.gpu_worker.failures import EngineBroken, EngineDied, OutOfMemory, WorkerFailure
 from services.gpu_worker.probe import probe
@@ -129,7 +129,7 @@ class EngineLoop:
 
     def _end(self) -> None:
         """The oldest step; WorkerFailure if the process must be replaced. What failed is not held on to while its parts
-        run: its traceback keeps tensors alive."""
+        run: its traceback keeps tensors alive. Drafts are not tried again."""
         chunks = self._in_flight[0].chunks
         ran_out = self._take_results()
         self._watch_oldest()
@@ -140,8 +140,10 @@ class EngineLoop:
         with self.lock:
             self.running.recall()
             left = [c for c in chunks if self.running.sequences.get(c.seq.sid) is c.seq]
-        if len(left) < len(chunks):  # perhaps without the one that it failed of
-            self._compute(left)
+        if ran_out:
+            self.limit.ran_out(sum(c.num_rows for c in chunks))
+        if len(left) < len(chunks) or any(c.draft_ids for c in chunks):  # perhaps without what it failed of
+            self._compute([replace(c, draft_ids=()) for c in left])
         elif ran_out:
             self._shrink(chunks)
         elif len(chunks) > 1:
@@ -154,8 +156,8 @@ class EngineLoop:
         begun = self._in_flight[0]
         chunks = begun.chunks
         try:
-            sampled = begun.step.results()
-            _check(chunks, sampled)
+            drawn = begun.step.results()
+            _check(chunks, drawn)
         except MemoryError as e:
             log.warning("memory has run out in a step of %d sequences: %s", len(chunks), e)
             return True
@@ -164,11 +166,11 @@ class EngineLoop:
             return False
         finally:
             seconds = self._ended()
-        num_drawn = sum(t is not None for t in sampled)
+        num_drawn = sum(map(len, drawn))
         self.cost.observe(sum(c.count == 1 and c.sample for c in chunks), begun.num_prefill, num_drawn, seconds)
         self.limit.went_well()
         with self.lock:
-            self.running.advance(chunks, sampled)
+            self.running.advance(chunks, drawn)
             self.num_drawn += num_drawn
             self.num_prefilled += begun.num_prefill
         self._on_step(seconds)
@@ -217,9 +219,7 @@ class EngineLoop:
 
     def _shrink(self, chunks: Seq[Chunk]) -> None:
         """Smaller steps, from now on too; of a single sequence a shorter chunk, the rest of which has time."""
-        num_tokens = sum(c.count for c in chunks)
-        self.limit.ran_out(num_tokens)
-        if num_tokens == 1:
+        if sum(c.count for c in chunks) == 1:
             raise OutOfMemory("there is no memory for a step of one token", [_place(chunks[0])])
         if len(chunks) > 1:
             self._halve(chunks)
@@ -282,8 +282,8 @@ class EngineLoop:
             on_progress()
 
 
-def _check(chunks: Seq[Chunk], sampled: Seq[SampledToken | None]) -> None:
-    if [t is not None for t in sampled] != [c.sample for c in chunks]:
+def _check(chunks: Seq[Chunk], drawn: Seq[Drawn]) -> None:
+    if [len(tokens) > 0 for tokens in drawn] != [c.sample for c in chunks]:
         raise ValueError("the engine's results do not match its chunks")
 
 

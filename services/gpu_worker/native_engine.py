@@ -14,14 +14,14 @@ import torch
 
 from kernels.native.library import NativeLibrary
 from services.gpu_worker.attention_plan import Geometry
-from services.gpu_worker.batch import Chunk, EngineInfo, SampledToken
-from services.gpu_worker.engine import USEFUL_CONTEXTS, context_length, draw_of, memory_errors
+from services.gpu_worker.batch import Chunk, Drawn, EngineInfo, SampledToken
+from services.gpu_worker.engine import USEFUL_CONTEXTS, context_length, memory_errors
 from services.gpu_worker.kv_pool import num_blocks_for
 from services.gpu_worker.model.config import ConfigError
 from services.gpu_worker.model.native_decoder import LAYOUT, NativeDecoder, NativeRun, block_bytes
 from services.gpu_worker.native_inputs import NativeInputs, build_native_inputs
 from services.gpu_worker.sampler import sample
-from services.gpu_worker.step_inputs import SequenceError
+from services.gpu_worker.speculative.verify import drawn_by_chunk, draws_of
 from services.gpu_worker.variant import native_variant
 from services.gpu_worker.weights.loader import Progress, open_source
 from services.gpu_worker.weights.native_loader import load_native_weights, return_freed_memory
@@ -31,7 +31,7 @@ BLOCK_SIZES = (1, 2, 4, 8, 16, 32, 48, 64, 128, 256)
 
 class NativeStep:
     def __init__(self, decoder: NativeDecoder, chunks: Seq[Chunk], inputs: NativeInputs, run: NativeRun) -> None:
-        self.may_be_followed = not inputs.host_samples
+        self.may_be_followed = not (inputs.host_samples or any(c.draft_ids for c in chunks))
         self.samples = {id(chunks[i].seq): n for n, i in enumerate(inputs.sample_chunks)}
         self._decoder = decoder
         self._chunks = chunks  # also keeps the sequences, and so their ids
@@ -45,22 +45,17 @@ class NativeStep:
     def wait_until_late(self) -> None:
         self.run.wait_until_late()
 
-    def results(self) -> list[SampledToken | None]:
+    def results(self) -> list[Drawn]:
         inputs, chunks = self._inputs, self._chunks
-        drawn = self.run.wait()
-        if -1 in drawn:
-            raise SequenceError(chunks[inputs.sample_chunks[drawn.index(-1)]].seq.sid, "its logits are not finite")
-        results: list[SampledToken | None] = [None] * len(chunks)
-        for i, token_id in zip(inputs.sample_chunks, drawn, strict=True):
-            results[i] = SampledToken(token_id)
-        if inputs.host_samples:
-            by_host = [inputs.sample_chunks[n] for n in inputs.host_samples]
+        tokens = [SampledToken(token_id) if token_id >= 0 else None for token_id in self.run.wait()]
+        rows = [n for n in inputs.host_samples if tokens[n] is not None]
+        if rows:
+            draws = draws_of(chunks, inputs.sample_chunks)
             with torch.inference_mode(), memory_errors():
-                logits = self.run.logits[inputs.host_samples]
-                tokens = sample(logits, [draw_of(chunks[i]) for i in by_host], self._decoder.native)
-            for i, token in zip(by_host, tokens, strict=True):
-                results[i] = token
-        return results
+                by_host = sample(self.run.logits[rows], [draws[n] for n in rows], self._decoder.native)
+            for n, token in zip(rows, by_host, strict=True):
+                tokens[n] = token
+        return drawn_by_chunk(chunks, inputs.sample_chunks, tokens)
 
 
 class NativeEngine:
@@ -113,7 +108,7 @@ class NativeEngine:
         variant = native_variant(source.identity, library.name, block_size=block_size, layout=LAYOUT)
         return cls(decoder, geometry, EngineInfo(variant, config.vocab_size, length, block_size, num_blocks, "cpu"))
 
-    def step(self, chunks: Seq[Chunk]) -> list[SampledToken | None]:
+    def step(self, chunks: Seq[Chunk]) -> list[Drawn]:
         """As `Engine.step`. SequenceError, before anything is computed, for a chunk that cannot be; and after, for a
         sequence whose logits are not finite. ValueError for parameters that `sampler.validate` refuses; MemoryError."""
         if not chunks:

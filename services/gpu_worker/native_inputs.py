@@ -10,7 +10,7 @@ from kernels.philox import MASK
 from services.gpu_worker.attention_plan import Geometry
 from services.gpu_worker.batch import Chunk
 from services.gpu_worker.sampler import GREEDY_BELOW, needs_only_logits
-from services.gpu_worker.step_inputs import check_chunk
+from services.gpu_worker.step_inputs import check_chunk, input_ids
 
 Noise = tuple[float, int, int, int, int]  # temperature; seed, low and high half; position; choice
 
@@ -50,23 +50,28 @@ def build_native_inputs(
     for number, chunk in enumerate(chunks):
         sample = before.get(id(chunk.seq))
         check_chunk(chunk, geometry, num_drawing=sample is not None)
-        start, end, blocks = chunk.start, chunk.start + chunk.count, chunk.seq.block_ids
-        spans += (len(token_ids), chunk.count, start, len(block_ids))
-        token_ids += chunk.seq.token_ids[start:end]
-        if sample is not None and end > len(chunk.seq.token_ids):
+        start, end, blocks = chunk.start, chunk.start + chunk.num_rows, chunk.seq.block_ids
+        first_row = len(token_ids)
+        spans += (first_row, chunk.num_rows, start, len(block_ids))
+        token_ids += input_ids(chunk)
+        if len(token_ids) < first_row + chunk.num_rows:
+            assert sample is not None
             token_ids.append(-1 - sample)
         positions += range(start, end)
         row_blocks += [blocks[position // size] for position in range(start, end)]
         block_ids += blocks[: -(-end // size)]
-        if chunk.sample:
-            params, position = chunk.seq.params, end - chunk.seq.num_prompt_tokens
+        if not chunk.sample:
+            continue
+        params = chunk.seq.params
+        for row in range(chunk.count - 1, chunk.num_rows):
+            position = start + row + 1 - chunk.seq.num_prompt_tokens
             if not needs_only_logits(params, position):
                 host_samples.append(len(sample_rows))
             elif params.temperature >= GREEDY_BELOW:
                 key = (params.seed & MASK, params.seed >> 32, position, chunk.seq.choice)
                 noise[len(sample_rows)] = (params.temperature, *key)
             sample_chunks.append(number)
-            sample_rows.append(len(token_ids) - 1)
+            sample_rows.append(first_row + row)
     return NativeInputs(
         token_ids, positions, row_blocks, spans, block_ids, sample_rows, noise, sample_chunks, host_samples
     )

@@ -31,7 +31,7 @@ from services.gpu_worker.admission import (
     whats_wrong,
     why_refused,
 )
-from services.gpu_worker.batch import Chunk, EngineInfo, SampledToken, Sequence
+from services.gpu_worker.batch import Chunk, Drafter, Drawn, EngineInfo, Sequence
 from services.gpu_worker.block_map import BlockMap
 from services.gpu_worker.commits import Ledger, Place
 from services.gpu_worker.composer import Budget, compose
@@ -69,11 +69,13 @@ class Change:
 
 
 class RunningSet:
-    """capacity bounds what a policy may ask for. counts: events since the start of the process, for metrics."""
+    """capacity bounds what a policy may ask for. drafter: who guesses tokens, if anybody does. counts: events since the
+    start of the process, for metrics."""
 
     def __init__(
-        self, info: EngineInfo, capacity: Budget, validate: Validate, *, enable_prefix_caching: bool = True
-    ) -> None:
+        self, info: EngineInfo, capacity: Budget, validate: Validate, *, enable_prefix_caching: bool = True,
+        drafter: Drafter | None = None,
+    ) -> None:  # fmt: skip
         self.info = info
         self.sequences: dict[str, Sequence] = {}  # in order of admission
         self.blocks = BlockMap(info.num_blocks)
@@ -89,6 +91,7 @@ class RunningSet:
         self._capacity = capacity
         self._validate = validate
         self._seals_blocks = enable_prefix_caching
+        self._drafter = drafter
         self._turn = 0
 
     @property
@@ -255,8 +258,32 @@ class RunningSet:
         chunks = compose(
             ready, budget, block_size=self.info.block_size, max_prefill_tokens=max_prefill_tokens, turn=self._turn
         )
+        if self._drafter is not None:
+            chunks = self._with_drafts(self._drafter, chunks, budget.max_num_batched_tokens)
         self.begin(chunks)
         return chunks
+
+    def _with_drafts(self, drafter: Drafter, chunks: list[Chunk], max_num_tokens: int) -> list[Chunk]:
+        """As far as the step has room for them and each sequence has slots, of which one spare block can give more."""
+        num_free = max_num_tokens - sum(c.count for c in chunks)
+        most = [self._most_drafts(c) for c in chunks]
+        if num_free <= 0 or not any(most):
+            return chunks
+        drafts = drafter.draft(chunks, most, num_free)
+        with_drafts = [replace(c, draft_ids=ids) if ids else c for c, ids in zip(chunks, drafts, strict=True)]
+        for chunk in with_drafts:
+            if chunk.start + chunk.num_rows > len(chunk.seq.block_ids) * self.info.block_size:
+                self._take_spare(chunk.seq)
+        return with_drafts
+
+    def _most_drafts(self, chunk: Chunk) -> int:
+        """The last token that it may have is drawn and not computed, so it is no draft."""
+        seq, end = chunk.seq, chunk.start + chunk.count
+        if not chunk.sample or end > len(seq.token_ids):
+            return 0
+        num_open = min(seq.params.max_tokens - seq.num_output_tokens, self.info.max_num_tokens - len(seq.token_ids))
+        num_blocks = len(seq.block_ids) + (len(self.blocks.spares) > len(self.sequences))
+        return max(0, min(num_open - 1, num_blocks * self.info.block_size - end))
 
     def begin(self, chunks: Seq[Chunk]) -> None:
         """These are being computed from now on. Only to repeat them after `recall`: `prepare` does it by itself."""
@@ -271,8 +298,9 @@ class RunningSet:
 
     def _has_slot(self, seq: Sequence) -> bool:
         """For its next token to compute; takes a spare block where its own are full."""
-        if seq.next_position < len(seq.block_ids) * self.info.block_size:
-            return True
+        return seq.next_position < len(seq.block_ids) * self.info.block_size or self._take_spare(seq)
+
+    def _take_spare(self, seq: Sequence) -> bool:
         block_id = self.blocks.take_spare()
         if block_id is None:
             return False
@@ -284,25 +312,32 @@ class RunningSet:
             self.outbox.touch()  # they would not last until the next regular report
         return True
 
-    def advance(self, chunks: Seq[Chunk], sampled: Seq[SampledToken | None]) -> None:
+    def advance(self, chunks: Seq[Chunk], drawn: Seq[Drawn]) -> None:
         """What the oldest step in flight has computed and drawn; sequences that have left are passed over."""
-        for chunk, token in zip(chunks, sampled, strict=True):
+        for chunk, tokens in zip(chunks, drawn, strict=True):
             seq = chunk.seq
             if self.sequences.get(seq.sid) is not seq:
                 continue
             assert seq.num_computed == chunk.start, (seq.sid, seq.num_computed, chunk.start)
-            seq.num_computed += chunk.count
             seq.num_ahead -= chunk.count
             seq.num_drawing -= chunk.sample
+            reason = self._append(seq, tokens)
+            # all but the last of what was drawn were drafts, and so they are computed
+            seq.num_computed = len(seq.token_ids) - 1 if tokens else chunk.start + chunk.count
             if self._seals_blocks:
                 self._seal(seq)
-            if token is None:
-                continue
+            if reason:
+                self._conclude(seq, reason)
+
+    def _append(self, seq: Sequence, tokens: Drawn) -> str:
+        """Up to the token that ends it; why that does, or ""."""
+        for token in tokens:
             seq.token_ids.append(token.token_id)
             self.ledger.drew(seq, token)
             reason = finish_reason(seq, self.info.max_num_tokens)
             if reason:
-                self._conclude(seq, reason)
+                return reason
+        return ""
 
     def _seal(self, seq: Sequence) -> None:
         """Whole blocks that are computed now. Others may wait for those of a prompt; those of an answer have time."""

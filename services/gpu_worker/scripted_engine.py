@@ -12,11 +12,11 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from services.gpu_worker.batch import Chunk, EngineInfo, SampledToken, Sequence
+from services.gpu_worker.batch import Chunk, Drawn, EngineInfo, SampledToken, Sequence
 from shared import scripted_vocab as vocab
 from shared.protocol import SamplingParams
 
@@ -44,8 +44,8 @@ def _hang() -> None:
 
 
 class ScriptedEngine:
-    """step_s: duration of a step; token_s: what each prompt token adds to it. crash_on, hang_on, raise_on: the same as
-    the markers with k = 0, for prompts that contain these bytes."""
+    """step_s: duration of a step; token_s: what each prompt token or draft adds to it. crash_on, hang_on, raise_on: the
+    same as the markers with k = 0, for prompts that contain these bytes."""
 
     def __init__(
         self, *, num_blocks: int, block_size: int = 16, max_model_len: int = 4096, step_s: float = 0.0,
@@ -67,24 +67,34 @@ class ScriptedEngine:
         ]
         self._pool: dict[int, _Written] = {}
 
-    def step(self, chunks: Seq[Chunk]) -> list[SampledToken | None]:
-        seconds = self._step_s + self._token_s * sum(c.count for c in chunks if not (c.sample and c.count == 1))
+    def step(self, chunks: Seq[Chunk]) -> list[Drawn]:
+        num_tokens = sum(c.num_rows - (c.sample and c.count == 1) for c in chunks)
+        seconds = self._step_s + self._token_s * num_tokens
         if seconds > 0:
             self._sleep(seconds)
         self._meet_memory(chunks)
         for chunk in chunks:
             self._write(chunk)
-        for chunk in chunks:
-            if chunk.sample:
-                self._meet_faults(chunk.seq)
-        return [self._draw(c.seq) if c.sample else None for c in chunks]
+        return [tuple(self._draws(c)) if c.sample else () for c in chunks]
+
+    def _draws(self, chunk: Chunk) -> Iterator[SampledToken]:
+        for num_drafts, draft_id in enumerate((*chunk.draft_ids, -1)):
+            seq = chunk.seq
+            if num_drafts:
+                seq = replace(seq, token_ids=[*seq.token_ids, *chunk.draft_ids[:num_drafts]])
+            self._meet_faults(seq)
+            token = self._draw(seq)
+            yield token
+            if token.token_id != draft_id:
+                return
 
     def _write(self, chunk: Chunk) -> None:
-        seq, size, end = chunk.seq, self.info.block_size, chunk.start + chunk.count
+        seq, size, end = chunk.seq, self.info.block_size, chunk.start + chunk.num_rows
+        token_ids = [*seq.token_ids, *chunk.draft_ids]
         prefix = 0
         for index in range(math.ceil(end / size)):
             first = index * size
-            block_id, ids = seq.block_ids[index], seq.token_ids[first : min(first + size, end)]
+            block_id, ids = seq.block_ids[index], token_ids[first : min(first + size, end)]
             if not 0 <= block_id < self.info.num_blocks:
                 raise KVCorruption(f"block {block_id} is not in the pool")
             num_earlier = min(max(chunk.start - first, 0), size)
@@ -100,7 +110,7 @@ class ScriptedEngine:
             raise KVCorruption(f"block {seq.block_ids[index]} is not block {index} of {seq.sid}")
 
     def _meet_memory(self, chunks: Seq[Chunk]) -> None:
-        num_tokens = sum(c.count for c in chunks)
+        num_tokens = sum(c.num_rows for c in chunks)
         for seq in (c.seq for c in chunks):
             most = vocab.marker_at(seq.token_ids, seq.num_prompt_tokens, vocab.OOM)
             if 0 <= most < num_tokens:

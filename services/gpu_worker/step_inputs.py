@@ -31,7 +31,7 @@ class SequenceError(ValueError):
 class StepInputs:
     """N rows, filled up with tokens 0 at position 0 that no result or cache row comes from: padding, for products.
 
-    sample_rows names the rows whose logits are wanted, in the order of `sample_chunks` (numbers of chunks).
+    sample_rows names the rows whose logits are wanted, sample_chunks of each the number of its chunk.
     """
 
     num_rows: int  # N
@@ -49,16 +49,21 @@ def build_step_inputs(chunks: Seq[Chunk], geometry: Geometry) -> StepInputs:
     """SequenceError for a chunk that lies outside the vocabulary, the context, its tokens or its blocks."""
     for chunk in chunks:
         check_chunk(chunk, geometry)
-    order = sorted(range(len(chunks)), key=lambda i: chunks[i].count > 1)  # stable
+    order = sorted(range(len(chunks)), key=lambda i: chunks[i].num_rows > 1)  # stable
     spans, first_row = [], 0
     for i in order:
         chunk = chunks[i]
-        spans.append(QuerySpan(first_row, chunk.count, chunk.start, tuple(chunk.seq.block_ids)))
-        first_row += chunk.count
-    ids = [np.array(chunks[i].seq.token_ids[chunks[i].start : chunks[i].start + chunks[i].count]) for i in order]
+        spans.append(QuerySpan(first_row, chunk.num_rows, chunk.start, tuple(chunk.seq.block_ids)))
+        first_row += chunk.num_rows
+    ids = [np.array(input_ids(chunks[i])) for i in order]
     positions = [np.arange(s.first_position, s.first_position + s.num_rows) for s in spans]
     slots = np.concatenate([_slots(s, p, geometry) for s, p in zip(spans, positions, strict=True)])
-    sampled = [(span, i) for span, i in zip(spans, order, strict=True) if chunks[i].sample]
+    sampled = [
+        (span.first_row + row, i)
+        for span, i in zip(spans, order, strict=True)
+        if chunks[i].sample
+        for row in range(chunks[i].count - 1, span.num_rows)
+    ]
     return StepInputs(
         num_rows=first_row,
         token_ids=_padded(ids, first_row),
@@ -67,7 +72,7 @@ def build_step_inputs(chunks: Seq[Chunk], geometry: Geometry) -> StepInputs:
         started_blocks=torch.from_numpy(slots[slots % geometry.block_size == 0] // geometry.block_size),
         plans=tuple(plan_attention(spans, geometry)),
         window_plans=tuple(plan_attention(spans, geometry, geometry.window)) if geometry.window else (),
-        sample_rows=torch.tensor([s.first_row + s.num_rows - 1 for s, _ in sampled], dtype=torch.int64),
+        sample_rows=torch.tensor([row for row, _ in sampled], dtype=torch.int64),
         sample_chunks=tuple(i for _, i in sampled),
     )
 
@@ -77,11 +82,19 @@ def _padded(parts: list[Index], num_rows: int) -> torch.Tensor:
     return torch.from_numpy(np.concatenate([*parts, padding]))
 
 
+def input_ids(chunk: Chunk) -> list[int]:
+    """What its rows compute, as far as that is known."""
+    return [*chunk.seq.token_ids[chunk.start : chunk.start + chunk.count], *chunk.draft_ids]
+
+
 def check_chunk(chunk: Chunk, geometry: Geometry, num_drawing: int = 0) -> None:
     """num_drawing: of its tokens, how many the step before is about to draw."""
     seq, end = chunk.seq, chunk.start + chunk.count
     if chunk.count < 1 or chunk.start < 0 or end > len(seq.token_ids) + num_drawing:
         raise SequenceError(seq.sid, f"tokens {chunk.start} to {end} of {len(seq.token_ids)}")
+    if chunk.draft_ids and not (chunk.sample and end == len(seq.token_ids)):
+        raise SequenceError(seq.sid, f"drafts after {end} of {len(seq.token_ids)} tokens, of which none is drawn")
+    end += len(chunk.draft_ids)
     if end > geometry.max_model_len:
         raise SequenceError(seq.sid, f"{end} tokens are more than the context of {geometry.max_model_len}")
     block_ids = seq.block_ids[: -(-end // geometry.block_size)]
@@ -89,7 +102,7 @@ def check_chunk(chunk: Chunk, geometry: Geometry, num_drawing: int = 0) -> None:
         raise SequenceError(seq.sid, f"{end} tokens do not fit in {len(block_ids)} blocks")
     if min(block_ids) < 0 or max(block_ids) >= geometry.num_blocks:
         raise SequenceError(seq.sid, f"a block id is outside the pool of {geometry.num_blocks}")
-    ids = seq.token_ids[chunk.start : end]
+    ids = input_ids(chunk)
     if ids and (min(ids) < 0 or max(ids) >= geometry.vocab_size):
         raise SequenceError(seq.sid, f"a token id is outside the vocabulary of {geometry.vocab_size}")
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence as Seq
 from functools import partial
 from typing import Protocol, runtime_checkable
 
-from services.gpu_worker.batch import Chunk, Engine, SampledToken
+from services.gpu_worker.batch import Chunk, Drawn, Engine
 
 
 class Step(Protocol):
@@ -22,7 +22,7 @@ class Step(Protocol):
         """Returns when it is nearly over: time to begin the next."""
         ...
 
-    def results(self) -> list[SampledToken | None]:
+    def results(self) -> list[Drawn]:
         """Waits for its end; as `Engine.step`."""
         ...
 
@@ -33,7 +33,8 @@ class OverlappingEngine(Engine, Protocol):
 
     def begin(self, chunks: Seq[Chunk]) -> Step:
         """Steps run in the order in which they begin, at most two at a time; what they read of the sequences is copied
-        here. Tokens that only the step before knows are taken from there. Raises as `step` does before it computes."""
+        here. Tokens that only the step before knows are taken from there; it may not have drafts. Raises as `step`
+        does before it computes."""
         ...
 
 
@@ -50,7 +51,7 @@ class WholeStep:
     def wait_until_late(self) -> None:
         return
 
-    def results(self) -> list[SampledToken | None]:
+    def results(self) -> list[Drawn]:
         return self._engine.step(self._chunks)
 
 
@@ -66,7 +67,7 @@ class RefusedStep:
     def wait_until_late(self) -> None:
         return
 
-    def results(self) -> list[SampledToken | None]:
+    def results(self) -> list[Drawn]:
         raise self._error
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 
 from services.gpu_worker.admission import Admission
-from services.gpu_worker.batch import Chunk, EngineInfo, SampledToken, Sequence
+from services.gpu_worker.batch import Chunk, Drafter, Drawn, EngineInfo, SampledToken, Sequence
 from services.gpu_worker.composer import Budget
 from services.gpu_worker.running_set import Change, RunningSet
 from services.gpu_worker.scripted_engine import ScriptedEngine, validate
@@ -39,8 +39,10 @@ def make_sequence(
     )  # fmt: skip
 
 
-def make_running(num_blocks: int = 16, max_model_len: int = 64, capacity: Budget = CAPACITY) -> RunningSet:
-    return RunningSet(make_info(num_blocks, max_model_len), capacity, validate)
+def make_running(
+    num_blocks: int = 16, max_model_len: int = 64, capacity: Budget = CAPACITY, drafter: Drafter | None = None
+) -> RunningSet:
+    return RunningSet(make_info(num_blocks, max_model_len), capacity, validate, drafter=drafter)
 
 
 def make_engine(running: RunningSet, **options: object) -> ScriptedEngine:
@@ -102,5 +104,5 @@ def ended(running: RunningSet) -> list[tuple[str, int, str]]:
     return [(e.sid, e.epoch, e.reason) for e in running.outbox.carry(()).ended]
 
 
-def drawn(*ids: int) -> list[SampledToken | None]:
-    return [SampledToken(i) for i in ids]
+def drawn(*ids: int) -> list[Drawn]:
+    return [(SampledToken(i),) for i in ids]

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from dataclasses import replace
 
-from services.gpu_worker.batch import Chunk, SampledToken, Sequence
+from services.gpu_worker.batch import Chunk, Drawn, Sequence
 from services.gpu_worker.scripted_engine import ScriptedEngine
 
 
@@ -17,7 +17,7 @@ class OverlappingStep:
     def __init__(
         self, engine: OverlappingScripted, number: int, chunks: Seq[Chunk], before: OverlappingStep | None
     ) -> None:
-        self.may_be_followed = all(c.seq.params.logprobs is None for c in chunks)
+        self.may_be_followed = all(c.seq.params.logprobs is None and not c.draft_ids for c in chunks)
         self._engine = engine
         self._number = number
         self._chunks = chunks
@@ -29,7 +29,7 @@ class OverlappingStep:
     def wait_until_late(self) -> None:
         self._engine.events.append(f"late {self._number}")
 
-    def results(self) -> list[SampledToken | None]:
+    def results(self) -> list[Drawn]:
         self._engine.events.append(f"end {self._number}")
         for chunk, copy in zip(self._chunks, self._copies, strict=True):
             if chunk.start + chunk.count > len(copy.seq.token_ids):
@@ -37,7 +37,7 @@ class OverlappingStep:
                 copy.seq.token_ids.append(self._before._drawn[id(chunk.seq)])
         self.has_ended = True
         results = self._engine.scripted.step(self._copies)
-        self._drawn = {id(c.seq): t.token_id for c, t in zip(self._chunks, results, strict=True) if t is not None}
+        self._drawn = {id(c.seq): t[-1].token_id for c, t in zip(self._chunks, results, strict=True) if t}
         self._before = None
         return results
 
@@ -61,5 +61,5 @@ class OverlappingScripted:
         self._last = OverlappingStep(self, len(self.rows), chunks, self._last)
         return self._last
 
-    def step(self, chunks: Seq[Chunk]) -> list[SampledToken | None]:
+    def step(self, chunks: Seq[Chunk]) -> list[Drawn]:
         return self.begin(chunks).results()

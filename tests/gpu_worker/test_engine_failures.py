@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from services.gpu_worker.batch import Chunk, SampledToken
+from services.gpu_worker.batch import Chunk, Drawn
 from services.gpu_worker.composer import Budget
 from services.gpu_worker.engine import TorchEngine, memory_errors
 from services.gpu_worker.engine_thread import EngineLoop
@@ -42,7 +42,7 @@ class Failing:
         self._num_steps = 0
         self._engine = engine
 
-    def step(self, chunks: Seq[Chunk]) -> list[SampledToken | None]:
+    def step(self, chunks: Seq[Chunk]) -> list[Drawn]:
         results = self._engine.step(chunks)
         self._num_steps += 1
         if not self.fails:

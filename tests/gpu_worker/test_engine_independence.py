@@ -129,9 +129,8 @@ def test_joining_and_leaving(engine: AnyEngine, alone: list[list[SampledToken]])
                 left = len(s.token_ids) - s.num_computed
                 count = min(left, 5 + 7 * ((step + i) % 4))
                 chunks.append(Chunk(s, s.num_computed, count, sample=count == left))
-            for i, token in zip(now, runner.step(chunks), strict=True):
-                if token is not None:
-                    results[i].append(token)
+            for i, tokens in zip(now, runner.step(chunks), strict=True):
+                results[i] += tokens
             step += 1
         assert results == alone[:6]
 

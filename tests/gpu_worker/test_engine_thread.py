@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from services.gpu_worker.batch import Chunk, SampledToken
+from services.gpu_worker.batch import Chunk, Drawn
 from services.gpu_worker.engine_thread import EngineLoop
 from services.gpu_worker.failures import EngineBroken, EngineDied, OutOfMemory
 from services.gpu_worker.running_set import Change, RunningSet
@@ -30,7 +30,7 @@ class Recorder:
         self.sizes: list[int] = []  # in tokens
         self._engine = engine
 
-    def step(self, chunks: Sequence[Chunk]) -> list[SampledToken | None]:
+    def step(self, chunks: Sequence[Chunk]) -> list[Drawn]:
         self.batches.append([c.seq.sid for c in chunks])
         self.sizes.append(sum(c.count for c in chunks))
         return self._engine.step(chunks)
@@ -105,7 +105,7 @@ def test_blocks_of_a_failed_step_are_not_sealed() -> None:
 
 def test_results_that_do_not_match_the_chunks_are_a_failure() -> None:
     class Short(Recorder):
-        def step(self, chunks: Sequence[Chunk]) -> list[SampledToken | None]:
+        def step(self, chunks: Sequence[Chunk]) -> list[Drawn]:
             return super().step(chunks)[1:]
 
     running = make_running()
@@ -149,7 +149,7 @@ def test_where_not_even_one_token_fits_the_worker_fails_and_only_that_one_is_bla
 
 def test_an_engine_that_computes_nothing_any_more_is_to_blame_itself() -> None:
     class Broken(Recorder):
-        def step(self, chunks: Sequence[Chunk]) -> list[SampledToken | None]:
+        def step(self, chunks: Sequence[Chunk]) -> list[Drawn]:
             self.batches.append([c.seq.sid for c in chunks])
             raise RuntimeError("the device is gone")
 

@@ -10,12 +10,12 @@ import torch
 
 from services.gpu_worker.batch import Chunk, SampledToken
 from services.gpu_worker.composer import Budget
-from services.gpu_worker.engine import draw_of
 from services.gpu_worker.engine_thread import EngineLoop
 from services.gpu_worker.native_engine import NativeEngine
 from services.gpu_worker.native_inputs import build_native_inputs
 from services.gpu_worker.running_set import Change, RunningSet
 from services.gpu_worker.sampler import sample, validate
+from services.gpu_worker.speculative.verify import draws_of
 from services.gpu_worker.step_inputs import SequenceError
 from tests.gpu_worker.any_engine import engine_threads, load_native
 from tests.gpu_worker.builders import make_admission, make_admit
@@ -81,7 +81,7 @@ def test_the_decoder_draws_what_torch_draws(engine: NativeEngine, temperature: f
     inputs = build_native_inputs(chunks, engine._geometry)
     logits, drawn = engine.decoder.forward(inputs)
     with torch.inference_mode():
-        assert drawn == [t.token_id for t in sample(logits, [draw_of(c) for c in chunks])]
+        assert drawn == [t.token_id for t in sample(logits, draws_of(chunks, inputs.sample_chunks))]
     assert not inputs.host_samples and (temperature < 0.1 or drawn != logits.argmax(-1).tolist())
 
 
@@ -124,7 +124,7 @@ def test_a_decoder_ends_while_steps_are_under_way(tmp_path: Path) -> None:
     first.wait_until_late()
     engine.decoder.set_num_threads(2)  # ends the runner and its pool
     want = engine.step(chunks)
-    assert [SampledToken(first.run.drawn[0])] == engine.begin(chunks).results() == want
+    assert [(SampledToken(first.run.drawn[0]),)] == engine.begin(chunks).results() == want
     assert second.run.drawn[0] in (0, first.run.drawn[0])
 
 

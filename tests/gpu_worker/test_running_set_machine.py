@@ -13,6 +13,7 @@ from shared.scripts import CommitCode
 from shared.wire import pack_ids
 from shared.worker_protocol import Cancel, Extend, Preempt, Reclaim, Remap
 from tests.gpu_worker.builders import BLOCK_SIZE, SALT, admit, apply, make_engine, make_running
+from tests.gpu_worker.guesser import Guesser
 from tests.gpu_worker.overlapping_engine import OverlappingScripted, OverlappingStep
 
 NUM_BLOCKS = 12
@@ -27,7 +28,7 @@ class RunningSetMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.running = make_running(NUM_BLOCKS, max_model_len=40)
+        self.running = make_running(NUM_BLOCKS, max_model_len=40, drafter=Guesser())
         self.engine = OverlappingScripted(make_engine(self.running))
         self.in_flight: list[tuple[list[Chunk], OverlappingStep]] = []
         self.epoch = 0
@@ -77,6 +78,8 @@ class RunningSetMachine(RuleBasedStateMachine):
 
     @rule()
     def begin_step(self) -> None:
+        if self.in_flight and not self.in_flight[-1][1].may_be_followed:
+            self.end_step()
         chunks = self.running.prepare(max_prefill_tokens=64)
         if chunks:
             self.in_flight.append((chunks, self.engine.begin(chunks)))

@@ -25,8 +25,7 @@ def with_prompt(ids: list[int], **fields: Any) -> Sequence:
 
 
 def draw(e: ScriptedEngine, seq: Sequence) -> int:
-    (token,) = e.step([whole(seq)])
-    assert token is not None
+    ((token,),) = e.step([whole(seq)])
     seq.num_computed = len(seq.token_ids)
     seq.token_ids.append(token.token_id)
     return token.token_id
@@ -34,7 +33,7 @@ def draw(e: ScriptedEngine, seq: Sequence) -> int:
 
 def test_tokens_do_not_depend_on_mates_or_chunks() -> None:
     e, a, b = engine(), make_sequence(10), make_sequence(7, sid="b.0", first_block=8)
-    assert e.step([Chunk(a, 0, 3, False), Chunk(b, 0, 7, True)])[0] is None
+    assert e.step([Chunk(a, 0, 3, False), Chunk(b, 0, 7, True)])[0] == ()
     a.num_computed = 3
     assert [draw(e, a) for _ in range(5)] == vocab.answer(a.token_ids[:10], 5)
 
@@ -111,8 +110,8 @@ def test_a_step_takes_its_time() -> None:
 
 @pytest.mark.parametrize("count", [0, 1, 3])
 def test_logprobs_are_there_where_asked_for(count: int) -> None:
-    (token,) = engine().step([whole(make_sequence(6, logprobs=count))])
-    assert token is not None and len(token.top) == count and token.logprob == -0.5
+    ((token,),) = engine().step([whole(make_sequence(6, logprobs=count))])
+    assert len(token.top) == count and token.logprob == -0.5
     assert not count or token.top[0] == (token.token_id, -0.5)
 
 

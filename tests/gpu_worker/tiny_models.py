@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import transformers
 
-from services.gpu_worker.batch import Chunk, Engine, SampledToken, Sequence
+from services.gpu_worker.batch import Chunk, Drawn, Engine, SampledToken, Sequence
 from shared.protocol import SamplingParams
 
 VOCAB_SIZE = 300
@@ -158,13 +158,12 @@ class Runner:
     def free(self, sequence: Sequence) -> None:
         self._free += sequence.block_ids
 
-    def step(self, chunks: Seq[Chunk]) -> list[SampledToken | None]:
+    def step(self, chunks: Seq[Chunk]) -> list[Drawn]:
         """One step, and what the running set does with its results."""
         results = self.engine.step(chunks)
-        for chunk, token in zip(chunks, results, strict=True):
-            chunk.seq.num_computed = chunk.start + chunk.count
-            if token is not None:
-                chunk.seq.token_ids.append(token.token_id)
+        for chunk, tokens in zip(chunks, results, strict=True):
+            chunk.seq.token_ids += [t.token_id for t in tokens]
+            chunk.seq.num_computed = chunk.start + chunk.count + max(0, len(tokens) - 1)
         return results
 
     def run(self, sequences: Seq[Sequence], prefill_chunk: int = 512) -> list[list[SampledToken]]:
@@ -172,9 +171,8 @@ class Runner:
         results: dict[int, list[SampledToken]] = {id(s): [] for s in sequences}
         while unfinished := [s for s in sequences if s.num_output_tokens < s.params.max_tokens]:
             chunks = [next_chunk(s, prefill_chunk) for s in unfinished]
-            for chunk, token in zip(chunks, self.step(chunks), strict=True):
-                if token is not None:
-                    results[id(chunk.seq)].append(token)
+            for chunk, tokens in zip(chunks, self.step(chunks), strict=True):
+                results[id(chunk.seq)] += tokens
         return [results[id(s)] for s in sequences]
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from services.cache_store.service import StoreService
 from services.gateway.inflight import Inflight
-from services.gpu_worker.batch import SampledToken
+from services.gpu_worker.batch import Drawn
 from services.gpu_worker.composer import Budget
 from services.gpu_worker.scripted_engine import KVCorruption, ScriptedEngine, validate
 from services.gpu_worker.service import WorkerService
@@ -224,7 +224,7 @@ class WatchedEngine(ScriptedEngine):
 
     corruptions: list[str]
 
-    def step(self, chunks: Any) -> list[SampledToken | None]:
+    def step(self, chunks: Any) -> list[Drawn]:
         try:
             return super().step(chunks)
         except KVCorruption as e:

@@ -1,0 +1,38 @@
+"""A drafter that knows what the scripted engine draws, and is wrong now and then."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+
+from services.gpu_worker.batch import Chunk, Sequence
+from shared import scripted_vocab as vocab
+
+
+class Guesser:
+    """Of its drafts, the one at output position n is wrong where n is a multiple of `wrong_every`, and those behind it
+    are what would have come else. num_drafts: of each chunk, as far as there is room."""
+
+    def __init__(self, num_drafts: int = 3, wrong_every: int = 5) -> None:
+        self.num_drafts = num_drafts
+        self.wrong_every = wrong_every
+        self.num_drafted = 0
+
+    def draft(self, chunks: Seq[Chunk], most: Seq[int], num_free: int) -> list[tuple[int, ...]]:
+        drafts = []
+        for chunk, allowed in zip(chunks, most, strict=True):
+            count = min(self.num_drafts, allowed, num_free)
+            num_free -= count
+            drafts.append(self._guess(chunk.seq, count))
+            self.num_drafted += count
+        return drafts
+
+    def _guess(self, seq: Sequence, count: int) -> tuple[int, ...]:
+        seed, choice = (seq.params.seed, seq.choice) if seq.params.temperature > 0 else (0, 0)
+        ids, num_prompt = list(seq.token_ids), seq.num_prompt_tokens
+        guessed = []
+        for _ in range(count):
+            right = vocab.next_token(ids, num_prompt, seed, choice)
+            is_wrong = (len(ids) - num_prompt) % self.wrong_every == 0
+            guessed.append((right + is_wrong) % vocab.VOCAB_SIZE)
+            ids.append(right)
+        return tuple(guessed)
