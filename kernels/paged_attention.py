@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 import torch
 
+from kernels.kv_cache import KvCache
 from kernels.softcap import softcap_
 
 TILE = 64
@@ -50,26 +51,25 @@ class TilePlan:
 
 
 def paged_attention(
-    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, plan: TilePlan, scale: float, softcap: float = 0.0
+    q: torch.Tensor, cache: KvCache, plan: TilePlan, scale: float, softcap: float = 0.0
 ) -> torch.Tensor:
-    """q [N, Hq, D], caches [blocks, Hkv, block_size, D] -> [rows of the plan, Hq, D], float32; softcap 0: none."""
+    """q [N, Hq, D] -> [rows of the plan, Hq, D], float32; softcap 0: none."""
     if q.dim() != 3 or q.dtype != torch.float32:
         raise ValueError(f"paged_attention: q must be float32 [N, Hq, D], got {q.dtype} {tuple(q.shape)}")
-    if k_cache.shape != v_cache.shape or k_cache.shape[-1] != q.shape[-1] or q.shape[1] % k_cache.shape[1]:
-        raise ValueError(f"paged_attention: q {tuple(q.shape)}, cache {tuple(k_cache.shape)}")
-    if TILE % k_cache.shape[2]:
-        raise ValueError(f"paged_attention: blocks of {k_cache.shape[2]} tokens do not make up a tile of {TILE}")
-    return _tiled(q * scale, k_cache, v_cache, plan, softcap)
+    shape = cache.k.shape
+    if shape != cache.v.shape or shape[-1] != q.shape[-1] or q.shape[1] % shape[1]:
+        raise ValueError(f"paged_attention: q {tuple(q.shape)}, cache {tuple(shape)}")
+    if TILE % shape[2]:
+        raise ValueError(f"paged_attention: blocks of {shape[2]} tokens do not make up a tile of {TILE}")
+    return _tiled(q * scale, cache, plan, softcap)
 
 
-def _tiled(
-    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, plan: TilePlan, softcap: float
-) -> torch.Tensor:
+def _tiled(q: torch.Tensor, cache: KvCache, plan: TilePlan, softcap: float) -> torch.Tensor:
     _, num_heads, dim = q.shape
-    num_kv_heads = k_cache.shape[1]
+    num_kv_heads = cache.k.shape[1]
     m, num_items = plan.num_rows_padded, plan.item_group.numel()
     queries = q.reshape(-1, dim).index_select(0, plan.q_index).view(-1, m, dim)
-    keys = _tiles(k_cache, plan.kv_index)
+    keys = _tiles(cache.k, cache.k_scale, plan.kv_index)
     scores = torch.bmm(queries, keys.transpose(1, 2))  # [items * Hkv, M, TILE]
     if softcap:
         softcap_(scores, softcap)
@@ -77,7 +77,7 @@ def _tiled(
     scores.view(num_items, num_kv_heads, m, TILE).add_(plan.mask)
     by_item = scores.view(num_items, num_kv_heads * m, TILE)
     by_item.sub_(_row_max(by_item, plan).unsqueeze(-1)).exp_()
-    values = torch.bmm(scores, _tiles(v_cache, plan.kv_index))  # [items * Hkv, M, D]
+    values = torch.bmm(scores, _tiles(cache.v, cache.v_scale, plan.kv_index))  # [items * Hkv, M, D]
     total = _sum_tiles(values.view(num_items, -1), plan).view(-1, dim)
     weight = _sum_tiles(by_item.sum(-1), plan).view(-1)
     rows = total.index_select(0, plan.out_index)
@@ -85,10 +85,14 @@ def _tiled(
     return rows.view(-1, num_heads, dim)
 
 
-def _tiles(cache: torch.Tensor, kv_index: torch.Tensor) -> torch.Tensor:
+def _tiles(cache: torch.Tensor, scale: torch.Tensor | None, kv_index: torch.Tensor) -> torch.Tensor:
     """The tiles' keys or values, [items * Hkv, TILE, D] float32."""
     _, _, block_size, dim = cache.shape
-    return cache.view(-1, block_size * dim).index_select(0, kv_index).view(-1, TILE, dim).float()
+    rows = cache.view(-1, block_size * dim)
+    if scale is None:
+        return rows.index_select(0, kv_index).view(-1, TILE, dim).float()
+    codes = rows.view(torch.uint8).index_select(0, kv_index).view(cache.dtype).view(-1, TILE, dim)
+    return codes.float().mul_(scale.view(-1, block_size).index_select(0, kv_index).view(-1, TILE, 1))
 
 
 def _row_max(scores: torch.Tensor, plan: TilePlan) -> torch.Tensor:

@@ -202,7 +202,9 @@ class WorkerSettings(Section):
     enable_prefix_caching: bool = _setting(True, PREFIX_CACHING_HELP)
     threads: int = _setting(0, "compute threads; one a physical core, shared between workers, when 0", ge=0, le=1024)
     max_step_ms: float = _setting(100.0, "bound of a step's prefill share while others decode", gt=0, le=60000)
-    kv_cache_dtype: Annotated[str, _only("auto")] = _setting("auto", "type of cached keys and values")
+    kv_cache_dtype: Literal["auto", "float32", "float16", "int8", "fp8_e4m3"] = _setting(
+        "auto", "type of cached keys and values; in eight bits each token's head has a scale"
+    )
     quantization: Literal["none", "int8", "int4", "fp8"] = _setting(
         "none", "what matrices stored as floats become while they are loaded"
     )

@@ -18,33 +18,47 @@ struct gathered {
     float largest, sum;
 };
 
-/* A tile as the loops read it: dimension i of key k is keys[k / SIDE][i * stride + k % SIDE], halves as the cache has
-   them. Where more rows share it than the registers hold, it is made floats once: [dim][TILE] and [TILE][padded]. */
+/* A tile as the loops read it: dimension i of key k is keys[k / SIDE][i * stride + k % SIDE], as the cache has them.
+   Where more rows share it than the registers hold, it is made floats once: [dim][TILE] and [TILE][padded]. Scales of
+   bytes come after the sums over dimensions, and into the weights before those over keys. */
+enum kind { HALVES, BYTES, FLOATS };
 struct tile {
-    const uint16_t *keys[TILE / SIDE], *values[TILE];
+    enum kind stored; /* HALVES or BYTES */
+    const void *keys[TILE / SIDE], *values[TILE];
     int64_t stride;
     float *wide_keys, *wide_values;
+    float key_scales[TILE], value_scales[TILE];
 };
 
-INLINE vf load_keys(const struct tile *t, int part, int i, int wide) {
+INLINE vf load_keys(const struct tile *t, int part, int i, enum kind kind) {
     int key = part * VL;
-    if (wide) return vf_load(t->wide_keys + i * TILE + key);
-    return vf_load_half(t->keys[key / SIDE] + i * t->stride + key % SIDE);
+    if (kind == FLOATS) return vf_load(t->wide_keys + i * TILE + key);
+    const void *keys = t->keys[key / SIDE];
+    int64_t at = i * t->stride + key % SIDE;
+    return kind == BYTES ? vf_load_s8((const int8_t *)keys + at) : vf_load_half((const uint16_t *)keys + at);
 }
 
-INLINE vf load_values(const struct tile *t, int key, int i, int padded, int wide) {
-    return wide ? vf_load(t->wide_values + key * padded + i) : vf_load_half(t->values[key] + i);
+INLINE vf load_values(const struct tile *t, int key, int i, int padded, enum kind kind) {
+    if (kind == FLOATS) return vf_load(t->wide_values + key * padded + i);
+    const void *values = t->values[key];
+    return kind == BYTES ? vf_load_s8((const int8_t *)values + i) : vf_load_half((const uint16_t *)values + i);
 }
 
-INLINE void widen(struct tile *t, int count, int dim, int padded) {
+INLINE void widen_kind(struct tile *t, int count, int dim, int padded, enum kind kind) {
     for (int part = 0; part < KEY_PARTS; part++)
-        for (int i = 0; i < dim; i++) vf_store(t->wide_keys + i * TILE + part * VL, load_keys(t, part, i, 0));
+        for (int i = 0; i < dim; i++) vf_store(t->wide_keys + i * TILE + part * VL, load_keys(t, part, i, kind));
     for (int key = 0; key < count; key++)
         for (int i = 0; i < padded; i += VL)
-            vf_store(t->wide_values + key * padded + i, load_values(t, key, i, padded, 0));
+            vf_store(t->wide_values + key * padded + i, load_values(t, key, i, padded, kind));
 }
 
-INLINE void scores_of(const struct tile *t, const float *q, int64_t q_stride, int dim, int rows, int wide, float *to) {
+static void widen(struct tile *t, int count, int dim, int padded) {
+    if (t->stored == BYTES) widen_kind(t, count, dim, padded, BYTES);
+    else widen_kind(t, count, dim, padded, HALVES);
+}
+
+INLINE void scores_of(const struct tile *t, const float *q, int64_t q_stride, int dim, int rows, enum kind kind,
+                      float *to) {
     for (int part = 0; part < KEY_PARTS; part += 4) { /* four vectors of keys for the rows in registers */
         vf acc[MAX_ROWS_TOGETHER][4];
         for (int r = 0; r < rows; r++)
@@ -53,7 +67,7 @@ INLINE void scores_of(const struct tile *t, const float *q, int64_t q_stride, in
             vf query[MAX_ROWS_TOGETHER];
             for (int r = 0; r < rows; r++) query[r] = vf_set(q[r * q_stride + i]);
             for (int j = 0; j < 4; j++) {
-                vf k = load_keys(t, part + j, i, wide);
+                vf k = load_keys(t, part + j, i, kind);
                 for (int r = 0; r < rows; r++) acc[r][j] = vf_fma(k, query[r], acc[r][j]);
             }
         }
@@ -62,8 +76,13 @@ INLINE void scores_of(const struct tile *t, const float *q, int64_t q_stride, in
     }
 }
 
+INLINE void scale_by(float *values, const float *scales) {
+    for (int i = 0; i < TILE; i += VL) vf_store(values + i, vf_mul(vf_load(values + i), vf_load(scales + i)));
+}
+
 /* Scores to weights in place, keys from `visible` on to zero; what is gathered so far shrinks to the new largest. */
-static void weigh(float *scores, int visible, struct gathered *g, float *out, int padded) {
+static void weigh(const struct tile *t, float *scores, int visible, struct gathered *g, float *out, int padded) {
+    if (t->stored == BYTES) scale_by(scores, t->key_scales);
     for (int i = visible; i < TILE; i++) scores[i] = -INFINITY;
     vf most[PARTS], sums[PARTS];
     for (int i = 0; i < PARTS; i++) most[i] = vf_load(scores + i * VL);
@@ -79,6 +98,7 @@ static void weigh(float *scores, int visible, struct gathered *g, float *out, in
         vf_store(scores + i * VL, weight);
         sums[i % PARTS] = vf_add(sums[i % PARTS], weight);
     }
+    if (t->stored == BYTES) scale_by(scores, t->value_scales);
     g->largest = largest;
     g->sum = g->sum * shrink[0] + sum16(sums);
     if (shrink[0] != 1.0f)
@@ -86,8 +106,8 @@ static void weigh(float *scores, int visible, struct gathered *g, float *out, in
 }
 
 /* out[row] += weights V, over the first `count` keys of the tile. */
-INLINE void weighted_values(const struct tile *t, int count, const float *weights, int padded, int rows, int wide,
-                            float *out) {
+INLINE void weighted_values(const struct tile *t, int count, const float *weights, int padded, int rows,
+                            enum kind kind, float *out) {
     int i = 0;
 #define STRIP(width) \
     for (; i + (width) * VL <= padded; i += (width) * VL) { \
@@ -98,7 +118,7 @@ INLINE void weighted_values(const struct tile *t, int count, const float *weight
             vf weight[MAX_ROWS_TOGETHER]; \
             for (int r = 0; r < rows; r++) weight[r] = vf_set(weights[r * TILE + key]); \
             for (int j = 0; j < (width); j++) { \
-                vf v = load_values(t, key, i + j * VL, padded, wide); \
+                vf v = load_values(t, key, i + j * VL, padded, kind); \
                 for (int r = 0; r < rows; r++) acc[r][j] = vf_fma(v, weight[r], acc[r][j]); \
             } \
         } \
@@ -110,38 +130,45 @@ INLINE void weighted_values(const struct tile *t, int count, const float *weight
 #undef STRIP
 }
 
-INLINE void copy_keys(uint16_t *to, const uint16_t *from, int dim, int width) {
-    for (int64_t i = 0; i < dim; i++) memcpy(to + i * SIDE, from + i * width, sizeof(*to) * (size_t)width);
+/* Runs of so many bytes, to SIDE keys of as many bytes each. */
+INLINE void copy_runs(char *to, const char *from, int dim, int run, int64_t side) {
+    for (int64_t i = 0; i < dim; i++) memcpy(to + i * side, from + i * run, (size_t)run);
+}
+
+static void copy_keys(char *to, const char *from, int dim, int run, int64_t side) {
+#define RUN(n) case n: copy_runs(to, from, dim, n, side); break
+    switch (run) { RUN(1); RUN(2); RUN(4); RUN(8); RUN(16); } /* sizes that the compiler knows */
+#undef RUN
 }
 
 /* Where the tile's keys and values lie; of a cache whose blocks are narrower than SIDE the keys are copied first. */
 static void find_tile(const struct model *m, const struct layer *l, const int32_t *blocks, int first, int count,
-                      int kv_head, uint16_t *copy, struct tile *t) {
-    int size = m->block_size, width = size < 16 ? size : 16, dim = m->head_dim;
+                      int kv_head, char *copy, struct tile *t) {
+    int size = m->block_size, width = size < 16 ? size : 16, dim = m->head_dim, bytes = t->stored == BYTES ? 1 : 2;
     int64_t padded = up_to(dim, 16);
     for (int i = 0; i < count; i++) {
-        int64_t head = (int64_t)blocks[(first + i) / size] * m->num_kv_heads + kv_head;
-        t->values[i] = l->v_cache + (head * size + (first + i) % size) * padded;
+        int64_t slot = ((int64_t)blocks[(first + i) / size] * m->num_kv_heads + kv_head) * size + (first + i) % size;
+        t->values[i] = (const char *)l->v_cache + slot * padded * bytes;
+        if (t->stored == BYTES) {
+            t->key_scales[i] = l->k_scale[slot];
+            t->value_scales[i] = l->v_scale[slot];
+        }
     }
     t->stride = width < SIDE ? SIDE : width;
     for (int j = 0; j < TILE / SIDE; j++) {
-        uint16_t *to = copy + (int64_t)j * SIDE * dim;
+        char *to = copy + (int64_t)j * SIDE * dim * bytes;
         int start = SIDE * j < count ? SIDE * j : 0; /* a group past the end repeats the first */
         t->keys[j] = width < SIDE ? to : NULL;
         for (int key = start; key < start + SIDE && key < count; key += width) {
             int position = first + key, slot = position % size;
             int64_t head = (int64_t)blocks[position / size] * m->num_kv_heads + kv_head;
-            const uint16_t *from = l->k_cache + (head * size + slot / width * width) * dim + slot % width;
+            const char *from =
+                (const char *)l->k_cache + ((head * size + slot / width * width) * dim + slot % width) * bytes;
             if (width >= SIDE) {
                 t->keys[j] = from;
                 break;
             }
-            switch (width) { /* sizes that the compiler knows */
-                case 1: copy_keys(to + key - start, from, dim, 1); break;
-                case 2: copy_keys(to + key - start, from, dim, 2); break;
-                case 4: copy_keys(to + key - start, from, dim, 4); break;
-                default: copy_keys(to + key - start, from, dim, 8);
-            }
+            copy_keys(to + (key - start) * bytes, from, dim, width * bytes, SIDE * bytes);
         }
     }
 }
@@ -152,47 +179,45 @@ static void prefetch(const void *start, int64_t bytes) {
 }
 
 static void prefetch_tile(const struct model *m, const struct layer *l, const int32_t *blocks, int first, int end,
-                          int kv_head) {
+                          int kv_head, int bytes) {
     int size = m->block_size, dim = m->head_dim, values_end = first + TILE < end ? first + TILE : end;
     int keys_end = first + 2 * TILE < end ? first + 2 * TILE : end;
     int64_t padded = up_to(dim, 16);
     for (int start = first; start < values_end; start += size - start % size) {
         int64_t head = (int64_t)blocks[start / size] * m->num_kv_heads + kv_head;
         int slot = start % size, count = values_end - start < size - slot ? values_end - start : size - slot;
-        prefetch(l->v_cache + (head * size + slot) * padded, count * padded * 2);
+        prefetch((const char *)l->v_cache + (head * size + slot) * padded * bytes, count * padded * bytes);
     }
     for (int start = first % SPLIT ? first + TILE : first; start < keys_end; start += size - start % size) {
         int64_t head = (int64_t)blocks[start / size] * m->num_kv_heads + kv_head;
         int slot = start % size, count = size - slot < 2 * TILE ? size - slot : 2 * TILE;
-        prefetch(l->k_cache + (head * size + slot) * dim, (int64_t)count * dim * 2);
+        prefetch((const char *)l->k_cache + (head * size + slot) * dim * bytes, (int64_t)count * dim * bytes);
     }
 }
 
 /* A tile for up to MAX_ROWS_TOGETHER query rows; visible[r] keys of it count for row r. */
-INLINE void tile_rows(const struct tile *t, int count, const float *q, const int *visible, int dim, int rows, int wide,
-                      struct gathered *g, float *out) {
+INLINE void tile_rows(const struct tile *t, int count, const float *q, const int *visible, int dim, int rows,
+                      enum kind kind, struct gathered *g, float *out) {
     float scores[MAX_ROWS_TOGETHER * TILE];
     int padded = (int)up_to(dim, 16);
-    scores_of(t, q, padded, dim, rows, wide, scores);
-    for (int r = 0; r < rows; r++) weigh(scores + r * TILE, visible[r], g + r, out + r * padded, padded);
-    weighted_values(t, count, scores, padded, rows, wide, out);
+    scores_of(t, q, padded, dim, rows, kind, scores);
+    for (int r = 0; r < rows; r++) weigh(t, scores + r * TILE, visible[r], g + r, out + r * padded, padded);
+    weighted_values(t, count, scores, padded, rows, kind, out);
+}
+
+INLINE void tile_kind(const struct tile *t, int count, const float *q, const int *visible, int dim, int rows,
+                      enum kind kind, struct gathered *g, float *out) {
+#define CASE(n) case n: tile_rows(t, count, q, visible, dim, n, kind, g, out); break
+    switch (rows) { CASE(1); CASE(2); CASE(3); CASE(4); }
+#undef CASE
 }
 
 static void tile_some(const struct tile *t, int count, const float *q, const int *visible, int dim, int rows, int wide,
                       struct gathered *g, float *out) {
-#define CASE(n) case n: tile_rows(t, count, q, visible, dim, n, 0, g, out); break
     if (dim == 64) dim = 64; /* known to the compiler from here on */
-    if (wide && rows == ROWS_TOGETHER) {
-        tile_rows(t, count, q, visible, dim, ROWS_TOGETHER, 1, g, out);
-        return;
-    }
-    switch (rows) {
-        CASE(1);
-        CASE(2);
-        CASE(3);
-        CASE(4);
-    }
-#undef CASE
+    if (wide && rows == ROWS_TOGETHER) tile_rows(t, count, q, visible, dim, ROWS_TOGETHER, FLOATS, g, out);
+    else if (t->stored == BYTES) tile_kind(t, count, q, visible, dim, rows, BYTES, g, out);
+    else tile_kind(t, count, q, visible, dim, rows, HALVES, g, out);
 }
 
 static void merge(struct gathered *total, float *total_out, const struct gathered *g, const float *out, int padded) {
@@ -219,13 +244,13 @@ static void attend_split(const struct model *m, const struct layer *l, const int
                          int kv_head, int num_queries, const float *q, const int *positions, float *room,
                          struct gathered *g, float *out) {
     int padded = (int)up_to(m->head_dim, 16), wide = num_queries > ROWS_TOGETHER;
-    struct tile t = {.wide_keys = room, .wide_values = room + TILE * padded};
-    uint16_t *copy = (uint16_t *)(room + 2 * TILE * padded);
+    struct tile t = {.stored = l->k_scale ? BYTES : HALVES, .wide_keys = room, .wide_values = room + TILE * padded};
+    char *copy = (char *)(room + 2 * TILE * padded);
     memset(out, 0, sizeof(float) * (size_t)num_queries * (size_t)padded);
     for (int i = 0; i < num_queries; i++) g[i] = (struct gathered){-INFINITY, 0.0f};
     for (int start = first; start < end; start += TILE) {
         int count = end - start < TILE ? end - start : TILE, visible[MAX_ROWS_TOGETHER];
-        prefetch_tile(m, l, blocks, start, end, kv_head);
+        prefetch_tile(m, l, blocks, start, end, kv_head, t.stored == BYTES ? 1 : 2);
         find_tile(m, l, blocks, start, count, kv_head, copy, &t);
         if (wide) widen(&t, count, m->head_dim, padded);
         for (int i = 0; i < num_queries;) {

@@ -57,8 +57,10 @@ struct layer {
     const float *attn_norm, *ffn_norm;  /* padded to 16 */
     const float *q_norm, *k_norm;       /* [head_dim] or null */
     struct linear qkv, out, gate, up, down;
-    uint16_t *k_cache;  /* [block][KV head][slot / width][head_dim][width], width = min(16, block_size) */
-    uint16_t *v_cache;  /* [block][KV head][slot][head_dim padded to 16] */
+    /* K and V as float16, or as signed bytes with a scale for each slot: see kernels/kv_cache.py. */
+    void *k_cache;  /* [block][KV head][slot / width][head_dim][width], width = min(16, block_size) */
+    void *v_cache;  /* [block][KV head][slot][head_dim padded to 16] */
+    float *k_scale, *v_scale; /* [block][KV head][slot], or null: float16 */
 };
 
 struct model {

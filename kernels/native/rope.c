@@ -1,4 +1,4 @@
-/* Rotary embedding of a row's query and key heads, and its K and V into the cache as float16. */
+/* Rotary embedding of a row's query and key heads, and its K and V into the cache, as float16 or in eight bits. */
 #include "native.h"
 #include "simd.h"
 
@@ -26,12 +26,48 @@ static void to_half(const float *x, uint16_t *out, int dim) {
     for (; i < dim; i++) out[i] = float_to_half(x[i]);
 }
 
+#define LIMIT 127.0f
+#define SMALLEST 0x1p-100f
+
+/* A head as `kv_store_reference` has it; the scale, NaN where a value is not finite. */
+static float to_bytes(const float *x, int8_t *out, int dim) {
+    float largest = SMALLEST;
+    for (int i = 0; i < dim; i++) {
+        float magnitude = fabsf(x[i]);
+        if (!(magnitude <= largest)) largest = magnitude; /* NaN stays */
+        if (magnitude != magnitude) break;
+    }
+    int finite = largest - largest == 0.0f;
+    float inverse = finite ? LIMIT / largest : 0.0f;
+    for (int i = 0; i < dim; i++) out[i] = finite ? (int8_t)rintf(x[i] * inverse) : 0;
+    return finite ? largest / LIMIT : NAN;
+}
+
+/* K and V of a token and KV head into their slot; key and value are the head's numbers. */
+static void store_head(const struct model *m, const struct layer *l, int64_t head, int slot, const float *key,
+                       const float *value) {
+    int dim = m->head_dim, padded = (int)up_to(dim, 16), width = m->block_size < 16 ? m->block_size : 16;
+    int64_t k_at = (head * m->block_size + slot / width * width) * dim + slot % width;
+    int64_t v_at = (head * m->block_size + slot) * padded;
+    if (l->k_scale) {
+        int8_t bytes[MAX_HEAD_DIM], *k = (int8_t *)l->k_cache + k_at, *v = (int8_t *)l->v_cache + v_at;
+        l->k_scale[head * m->block_size + slot] = to_bytes(key, bytes, dim);
+        for (int i = 0; i < dim; i++) k[(int64_t)i * width] = bytes[i];
+        l->v_scale[head * m->block_size + slot] = to_bytes(value, v, dim);
+        memset(v + dim, 0, (size_t)(padded - dim));
+    } else {
+        uint16_t halves[MAX_HEAD_DIM], *k = (uint16_t *)l->k_cache + k_at, *v = (uint16_t *)l->v_cache + v_at;
+        to_half(key, halves, dim);
+        for (int i = 0; i < dim; i++) k[(int64_t)i * width] = halves[i];
+        to_half(value, v, dim);
+        memset(v + dim, 0, sizeof(*v) * (size_t)(padded - dim));
+    }
+}
+
 /* qkv: the row's query, key and value heads, changed here; q: [num_heads][head_dim padded to 16] for `attend`. */
 void rope_row(const struct model *m, const struct layer *l, float *qkv, float *q, int position, int block) {
     int dim = m->head_dim, half = dim / 2, padded = (int)up_to(dim, 16), slot = position % m->block_size;
-    int width = m->block_size < 16 ? m->block_size : 16;
     const float *cos = m->cos + (int64_t)position * half, *sin = m->sin + (int64_t)position * half;
-    uint16_t halves[MAX_HEAD_DIM];
     for (int h = 0; h < m->num_heads; h++) {
         float *x = qkv + (int64_t)h * dim, *to = q + (int64_t)h * padded;
         if (l->q_norm) norm_head(x, l->q_norm, m->eps, dim);
@@ -41,14 +77,8 @@ void rope_row(const struct model *m, const struct layer *l, float *qkv, float *q
     }
     float *key = qkv + (int64_t)m->num_heads * dim, *value = key + (int64_t)m->num_kv_heads * dim;
     for (int h = 0; h < m->num_kv_heads; h++, key += dim, value += dim) {
-        int64_t head = (int64_t)block * m->num_kv_heads + h;
         if (l->k_norm) norm_head(key, l->k_norm, m->eps, dim);
         turn(key, cos, sin, half);
-        to_half(key, halves, dim);
-        uint16_t *k = l->k_cache + (head * m->block_size + slot / width * width) * dim + slot % width;
-        for (int i = 0; i < dim; i++) k[(int64_t)i * width] = halves[i];
-        uint16_t *v = l->v_cache + (head * m->block_size + slot) * padded;
-        to_half(value, v, dim);
-        for (int i = dim; i < padded; i++) v[i] = 0;
+        store_head(m, l, (int64_t)block * m->num_kv_heads + h, slot, key, value);
     }
 }

@@ -36,7 +36,7 @@ class Layer(ctypes.Structure):
     _fields_: ClassVar[_Fields] = [
         *((name, c_void_p) for name in ("attn_norm", "ffn_norm", "q_norm", "k_norm")),
         *((name, Linear) for name in ("qkv", "out", "gate", "up", "down")),
-        *((name, c_void_p) for name in ("k_cache", "v_cache")),
+        *((name, c_void_p) for name in ("k_cache", "v_cache", "k_scale", "v_scale")),
     ]
 
 

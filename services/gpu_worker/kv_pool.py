@@ -2,43 +2,46 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
 
+from kernels.kv_cache import KvCache
+from kernels.scaled_rows import LIMITS
 from services.gpu_worker.model.config import ModelConfig
 
 LAYOUT = "block-head-slot-dim"  # part of the kernel variant: what a block's bytes mean
 DEFAULT_MOST_BYTES = 4 << 30
+SCALE_BYTES = 4  # of each slot and head, in eight bits
 CGROUP = Path("/sys/fs/cgroup")
-DTYPES = {"float32": torch.float32, "float16": torch.float16}
-_NUMPY_DTYPES = {torch.float32: np.float32, torch.float16: np.float16}
-
-
-@dataclass(frozen=True, slots=True)
-class LayerCache:
-    """K and V of one layer, each [num_blocks + 1, Hkv, block_size, D]; the last block is never written."""
-
-    k: torch.Tensor
-    v: torch.Tensor
+DTYPES = {
+    "float32": torch.float32, "float16": torch.float16, "int8": torch.int8, "fp8_e4m3": torch.float8_e4m3fn,
+}  # fmt: skip
 
 
 class KVPool:
-    """One cache a layer. The extra block stands in, as zeros, for blocks that a short sequence does not have."""
+    """One cache a layer, of num_blocks + 1 blocks: the last is never written and stands in, as zeros, for blocks that a
+    short sequence does not have."""
 
     def __init__(
         self, *, num_blocks: int, block_size: int, num_layers: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype
     ) -> None:
         self.num_blocks = num_blocks
         shape = (num_blocks + 1, num_kv_heads, block_size, head_dim)
-        self.layers = tuple(LayerCache(_zeros(shape, dtype), _zeros(shape, dtype)) for _ in range(num_layers))
+        self.layers = tuple(_cache(shape, dtype) for _ in range(num_layers))
+
+
+def _cache(shape: tuple[int, ...], dtype: torch.dtype) -> KvCache:
+    k, v = (_zeros(shape, dtype) for _ in "kv")
+    if dtype not in LIMITS:
+        return KvCache(k, v)
+    return KvCache(k, v, *(_zeros(shape[:3], torch.float32) for _ in "kv"))
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     """numpy takes zeroed pages from the system, which cost nothing until written; torch.zeros writes them all."""
-    return torch.from_numpy(np.zeros(shape, dtype=_NUMPY_DTYPES[dtype]))
+    return torch.from_numpy(np.zeros((*shape[:-1], shape[-1] * dtype.itemsize), dtype=np.uint8)).view(dtype)
 
 
 def cache_dtype(name: str) -> torch.dtype:
@@ -49,8 +52,9 @@ def cache_dtype(name: str) -> torch.dtype:
 
 
 def block_bytes(config: ModelConfig, block_size: int, dtype: torch.dtype) -> int:
-    """Of one KV block in all layers."""
-    return 2 * config.num_layers * config.num_kv_heads * config.head_dim * block_size * dtype.itemsize
+    """Of one KV block in all layers, with scales."""
+    head_bytes = config.head_dim * dtype.itemsize + (SCALE_BYTES if dtype in LIMITS else 0)
+    return 2 * config.num_layers * config.num_kv_heads * block_size * head_bytes
 
 
 def num_blocks_for(kv_cache_bytes: int | None, block_bytes: int, most_useful: int) -> int:

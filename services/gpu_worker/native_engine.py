@@ -1,7 +1,7 @@
 """The engine on native ops: a step's chunks in, sampled tokens out. Steps run on a thread of the native code.
 
 Like `engine.TorchEngine` in everything but speed and rounding: products take activations of 8 bits (see
-`kernels.matmul_a8`), the KV cache is float16. P2 holds because every op's rows are independent, by construction.
+`kernels.matmul_a8`), the KV cache is float16 or int8. P2 holds because every op's rows are independent, by design.
 """
 
 from __future__ import annotations
@@ -17,8 +17,14 @@ from services.gpu_worker.attention_plan import Geometry
 from services.gpu_worker.batch import Chunk, Drawn, EngineInfo, SampledToken
 from services.gpu_worker.engine import USEFUL_CONTEXTS, context_length, memory_errors
 from services.gpu_worker.kv_pool import num_blocks_for
-from services.gpu_worker.model.config import ConfigError
-from services.gpu_worker.model.native_decoder import LAYOUT, NativeDecoder, NativeRun, block_bytes
+from services.gpu_worker.model.config import ConfigError, NotNativeError
+from services.gpu_worker.model.native_decoder import (
+    KV_DTYPES,
+    NativeDecoder,
+    NativeRun,
+    block_bytes,
+    cache_layout,
+)
 from services.gpu_worker.native_inputs import NativeInputs, build_native_inputs
 from services.gpu_worker.sampler import sample
 from services.gpu_worker.speculative.verify import drawn_by_chunk, draws_of
@@ -85,27 +91,30 @@ class NativeEngine:
 
         Leaves torch with one thread in the whole process: its threads would fight the pool's for cores.
         """
-        if kv_cache_dtype not in ("auto", "float16"):
-            raise ConfigError(f"kv_cache_dtype: {kv_cache_dtype!r} is not supported by native kernels (float16)")
+        if kv_cache_dtype not in KV_DTYPES:
+            raise NotNativeError(f"native kernels do not know kv_cache_dtype {kv_cache_dtype} ({', '.join(KV_DTYPES)})")
         if block_size not in BLOCK_SIZES:
             raise ConfigError(f"block_size: {block_size} is not one of {', '.join(map(str, BLOCK_SIZES))}")
         source = open_source(model, quantization)
         config = source.config
         length = context_length(config, max_model_len)
         most_useful = USEFUL_CONTEXTS * -(-length // block_size)
-        num_blocks = num_blocks_for(kv_cache_bytes, block_bytes(config, block_size), most_useful)
+        num_blocks = num_blocks_for(kv_cache_bytes, block_bytes(config, block_size, kv_cache_dtype), most_useful)
         torch.set_num_threads(num_threads)
         with torch.inference_mode(), memory_errors():
             decoder = NativeDecoder(
                 config, load_native_weights(source, progress), library, num_threads=num_threads,
                 num_blocks=num_blocks, block_size=block_size, max_model_len=length,
+                kv_cache_dtype=kv_cache_dtype,
             )  # fmt: skip
         return_freed_memory()
         torch.set_num_threads(1)
         geometry = Geometry(
             num_blocks, block_size, config.num_heads, config.num_kv_heads, config.head_dim, config.vocab_size, length
         )
-        variant = native_variant(source.identity, library.name, block_size=block_size, layout=LAYOUT)
+        variant = native_variant(
+            source.identity, library.name, block_size=block_size, layout=cache_layout(kv_cache_dtype)
+        )
         return cls(decoder, geometry, EngineInfo(variant, config.vocab_size, length, block_size, num_blocks, "cpu"))
 
     def step(self, chunks: Seq[Chunk]) -> list[Drawn]:

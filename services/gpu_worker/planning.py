@@ -9,16 +9,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import ceil
 
+import torch
+
 from kernels.packed_weight import TILE_ROWS, packed_bytes
 from services.gpu_worker.engine import USEFUL_CONTEXTS, context_length
 from services.gpu_worker.kv_pool import block_bytes, cache_dtype, num_blocks_for
 from services.gpu_worker.model import native_decoder
-from services.gpu_worker.model.config import ConfigError, ModelConfig, NotNativeError
+from services.gpu_worker.model.config import ModelConfig, NotNativeError
 from services.gpu_worker.weights.native_loader import refuse_unknown
 from services.gpu_worker.weights.outline import Outline, Outlined
-
-CARD_KV_BYTES = {"auto": 2, "float16": 2, "bfloat16": 2, "int8": 1, "fp8_e4m3": 1}
-_SCALE_BYTES = 4  # of each token's head, in eight bits
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,13 +63,13 @@ class Plan:
         return concurrency * ceil(context / self.block_size) * self.block_bytes
 
 
-def cpu_engine(config: ModelConfig, asked: str, max_model_len: int | None) -> str:
+def cpu_engine(config: ModelConfig, asked: str, limits: Limits) -> str:
     """What `engines.load_engine` would choose where there is a compiler."""
-    if asked == "torch":
+    if asked == "torch" or limits.kv_cache_dtype not in native_decoder.KV_DTYPES:
         return "torch"
     try:
         refuse_unknown(config)
-        context_length(config, max_model_len)
+        context_length(config, limits.max_model_len)
     except NotNativeError:
         if asked == "native":
             raise
@@ -81,10 +80,10 @@ def cpu_engine(config: ModelConfig, asked: str, max_model_len: int | None) -> st
 def plan_cpu(outline: Outline, limits: Limits, engine: str = "auto") -> Plan:
     """ValueError (ConfigError) for settings that the worker would refuse."""
     config = outline.config
-    kind = cpu_engine(config, engine, limits.max_model_len)
+    kind = cpu_engine(config, engine, limits)
     length = context_length(config, limits.max_model_len, windows=kind == "torch")
     if kind == "native":
-        size = native_decoder.block_bytes(config, limits.block_size)
+        size = native_decoder.block_bytes(config, limits.block_size, limits.kv_cache_dtype)
     else:
         size = block_bytes(config, limits.block_size, cache_dtype(limits.kv_cache_dtype))
     most_useful = USEFUL_CONTEXTS * -(-length // limits.block_size)
@@ -96,13 +95,9 @@ def plan_cpu(outline: Outline, limits: Limits, engine: str = "auto") -> Plan:
 def plan_card(outline: Outline, limits: Limits, memory_bytes: int) -> Plan:
     """A plan of 0 blocks where the weights alone are too many."""
     config = outline.config
-    if limits.kv_cache_dtype not in CARD_KV_BYTES:
-        known = ", ".join(CARD_KV_BYTES)
-        raise ConfigError(f"kv_cache_dtype: {limits.kv_cache_dtype!r} is not supported (known: {known})")
     length = context_length(config, limits.max_model_len, windows=True)
-    width = CARD_KV_BYTES[limits.kv_cache_dtype]
-    head_bytes = config.head_dim * width + (_SCALE_BYTES if width == 1 else 0)
-    size = 2 * config.num_layers * config.num_kv_heads * head_bytes * limits.block_size
+    dtype = torch.bfloat16 if limits.kv_cache_dtype == "auto" else cache_dtype(limits.kv_cache_dtype)
+    size = block_bytes(config, limits.block_size, dtype)
     weights = sum(map(_card_bytes, outline.parameters))
     step = _step_bytes(config, limits, length, 2)
     left = int(memory_bytes * limits.memory_share) - weights - step

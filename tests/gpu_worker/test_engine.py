@@ -44,8 +44,9 @@ def test_variant_names_what_the_numbers_follow_from(folder: Path, engine: TorchE
 
     assert variant() == variant(max_model_len=100) == engine.info.variant
     save("llama", tmp_path, seed=1)
-    others = [variant(block_size=32), variant(kv_cache_dtype="float16"), variant(tmp_path)]
-    assert len({engine.info.variant, *others}) == 4
+    others = [variant(block_size=32), variant(tmp_path)]
+    others += [variant(kv_cache_dtype=name) for name in ("float16", "int8", "fp8_e4m3")]
+    assert len({engine.info.variant, *others}) == 6
 
 
 def test_an_empty_step(engine: TorchEngine) -> None:

@@ -34,23 +34,27 @@ class Case:
 
     load: Callable[..., AnyEngine]
     path: Path
+    kv_cache_dtype: str = "auto"
+
+    def engine(self, kv_cache_bytes: int) -> AnyEngine:
+        return self.load(self.path, kv_cache_bytes=kv_cache_bytes, kv_cache_dtype=self.kv_cache_dtype)
 
 
-@pytest.fixture(scope="module", params=["torch", "native", "native-Q4_1", "native-Q8_0"])
+@pytest.fixture(scope="module", params=["torch", "torch-int8", "native", "native-Q4_1", "native-Q8_0", "native-int8"])
 def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
     kind, _, type_name = request.param.partition("-")
     folder: Path = tmp_path_factory.mktemp("model")
     load = load_torch if kind == "torch" else load_native
-    if not type_name:
+    if type_name in ("", "int8"):
         save("llama", folder, **SIZES)
-        return Case(load, folder)
+        return Case(load, folder, type_name or "auto")
     write_gguf(build("llama", **SIZES | {"intermediate_size": 224}), folder / "model.gguf", type_name=type_name)
     return Case(load, folder / "model.gguf")
 
 
 @pytest.fixture(scope="module")
 def engine(case: Case) -> AnyEngine:
-    return case.load(case.path, kv_cache_bytes=32 << 20)
+    return case.engine(32 << 20)
 
 
 PROMPTS = prompts(33, seed=5, low=3, high=150, vocab_size=1031)
@@ -105,7 +109,7 @@ def test_after_a_cache_hit(engine: AnyEngine, alone: list[list[SampledToken]]) -
 
 def test_resumed_elsewhere(case: Case, alone: list[list[SampledToken]]) -> None:
     """Prompt and half of the output recomputed by another engine, as after a move to another worker."""
-    elsewhere = case.load(case.path, kv_cache_bytes=8 << 20)
+    elsewhere = case.engine(8 << 20)
     with engine_threads(elsewhere, 1):
         runner = Runner(elsewhere)
         for i in range(4):

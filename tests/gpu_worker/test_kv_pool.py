@@ -20,6 +20,14 @@ def test_shape_and_zero_block() -> None:
         assert not cache.k.any() and not cache.v.any()
 
 
+@pytest.mark.parametrize("name", ["int8", "fp8_e4m3"])
+def test_in_eight_bits_every_slot_has_a_scale(name: str) -> None:
+    pool = KVPool(num_blocks=5, block_size=16, num_layers=1, num_kv_heads=3, head_dim=8, dtype=cache_dtype(name))
+    [cache] = pool.layers
+    assert cache.k.dtype == cache.v.dtype == cache_dtype(name)
+    assert cache.k_scale is not None and cache.k_scale.shape == (6, 3, 16) and not cache.k_scale.any()
+
+
 def test_an_unused_pool_takes_no_memory() -> None:
     before = resident_bytes()
     pool = KVPool(num_blocks=4000, block_size=16, num_layers=2, num_kv_heads=4, head_dim=64, dtype=torch.float32)
@@ -50,6 +58,7 @@ def test_default_size_is_a_share_of_memory(monkeypatch: pytest.MonkeyPatch) -> N
 def test_dtypes() -> None:
     assert cache_dtype("auto") == torch.float32
     assert cache_dtype("float16") == torch.float16
+    assert cache_dtype("int8") == torch.int8
     with pytest.raises(ValueError, match="kv_cache_dtype: 'fp8'"):
         cache_dtype("fp8")
 

@@ -63,6 +63,22 @@ def test_block_sizes_do_not_show(tmp_path: Path, settings: dict[str, Any]) -> No
     assert torch.equal(got, want)
 
 
+@pytest.mark.parametrize(("block_size", "head_dim"), [(8, 16), (16, 16), (1, 24), (64, 64)])
+def test_a_cache_in_eight_bits_is_torch_s(tmp_path: Path, block_size: int, head_dim: int) -> None:
+    """Codes and scales are the specification's, so logits differ by roundings, and from floats by a few percent."""
+    with torch_threads(1):
+        save("llama", tmp_path, head_dim=head_dim)
+        texts = prompts(4, low=60, high=200)
+        settings = {"kv_cache_bytes": 8 << 20, "block_size": block_size}
+        floats = last_logits(load_torch(tmp_path, **settings), texts)
+        native = load_native(tmp_path, kv_cache_dtype="int8", **settings)
+        want, got = (last_logits(e, texts) for e in (load_torch(tmp_path, kv_cache_dtype="int8", **settings), native))
+        variants = {native.info.variant, load_native(tmp_path, **settings).info.variant}
+    torch.testing.assert_close(got, want, atol=0.03, rtol=0)
+    assert 0.001 < (want - floats).std() / floats.std(-1).mean() < 0.05
+    assert len(variants) == 2
+
+
 def test_contexts_of_several_splits(tmp_path: Path) -> None:
     """Attention merges runs of 512 keys."""
     save("llama", tmp_path, max_position_embeddings=2048)
@@ -139,7 +155,7 @@ def test_logits_that_are_not_finite_name_their_sequence(tmp_path: Path) -> None:
 
 def test_settings_that_cannot_be(tmp_path: Path) -> None:
     save("llama", tmp_path)
-    for settings in ({"block_size": 3}, {"kv_cache_dtype": "float32"}):
+    for settings in ({"block_size": 3}, {"kv_cache_dtype": "fp8_e4m3"}):
         with pytest.raises(ConfigError, match=next(iter(settings))):
             load_native(tmp_path, **settings)
 

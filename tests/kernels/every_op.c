@@ -155,7 +155,7 @@ static void samples(void) {
 
 enum { HIDDEN = 64, FFN = 96, VOCAB = 100, POSITIONS = 530, BLOCKS = 72 };
 
-static struct model model_of(int heads, int kv_heads, int dim, int block_size, int format) {
+static struct model model_of(int heads, int kv_heads, int dim, int block_size, int format, int in_bytes) {
     struct model m = {HIDDEN, FFN, 2, heads, kv_heads, dim, VOCAB, block_size, .eps = 1e-5f};
     m.query_scale = 1.4426950408889634f / sqrtf((float)dim);
     m.cos = floats((size_t)POSITIONS * dim, 1.0f);
@@ -174,6 +174,7 @@ static struct model model_of(int heads, int kv_heads, int dim, int block_size, i
         l->gate = linear_of(format, FFN, HIDDEN), l->up = linear_of(format, FFN, HIDDEN);
         l->down = linear_of(format, HIDDEN, FFN);
         l->k_cache = room(slots * dim * 2), l->v_cache = room(slots * up_to(dim, 16) * 2);
+        if (in_bytes) l->k_scale = room(slots * 4), l->v_scale = room(slots * 4);
     }
     return m;
 }
@@ -225,10 +226,12 @@ int main(int argc, char **argv) {
     row_ops();
     products();
     samples();
-    decoder("decoder.several_splits", 520, model_of(2, 1, 16, 16, Q8_0));
-    decoder("decoder.64", 70, model_of(6, 2, 64, 16, Q4_1));
-    decoder("decoder.40", 20, model_of(4, 1, 40, 8, Q5_0));
-    decoder("decoder.128", 20, model_of(2, 2, 128, 32, BF16));
+    decoder("decoder.several_splits", 520, model_of(2, 1, 16, 16, Q8_0, 0));
+    decoder("decoder.64", 70, model_of(6, 2, 64, 16, Q4_1, 0));
+    decoder("decoder.40", 20, model_of(4, 1, 40, 8, Q5_0, 0));
+    decoder("decoder.128", 20, model_of(2, 2, 128, 32, BF16, 0));
+    decoder("decoder.bytes", 70, model_of(6, 2, 64, 8, Q4_1, 1));
+    decoder("decoder.bytes40", 20, model_of(4, 1, 40, 16, F16, 1));
     end(pool);
     return 0;
 }

@@ -15,6 +15,7 @@ from kernels.native.structs import Layer, Model, Step, address
 from kernels.paged_attention import QuerySpan, paged_attention_reference
 from kernels.rms_norm import rms_norm_reference
 from kernels.rope import rope_reference
+from kernels.scaled_rows import scale_rows_reference
 from kernels.silu_mul import silu_mul_reference
 from tests.kernels.native_libraries import ISAS, library_for
 
@@ -56,7 +57,8 @@ def test_silu_mul(library: NativeLibrary) -> None:
 class Attention:
     """One layer's cache and the structures around it; blocks are scattered."""
 
-    def __init__(self, heads: int, kv_heads: int, dim: int, block_size: int, lengths: list[int]) -> None:
+    def __init__(self, heads: int, kv_heads: int, dim: int, block_size: int, lengths: list[int],
+                 in_bytes: bool = False) -> None:  # fmt: skip
         self.heads, self.kv_heads, self.dim, self.block_size = heads, kv_heads, dim, block_size
         self.padded = -(-dim // 16) * 16
         blocks = [-(-n // block_size) for n in lengths]
@@ -64,11 +66,15 @@ class Attention:
         self.tables = [[order.pop() for _ in range(n)] for n in blocks]
         slots = sum(blocks) * kv_heads * block_size
         # what an earlier owner left behind must not show
-        self.k = np.full(slots * dim, np.nan, np.float16)
-        self.v = np.full(slots * self.padded, np.nan, np.float16)
+        self.in_bytes = in_bytes
+        self.k = np.full(slots * dim, 99, np.int8) if in_bytes else np.full(slots * dim, np.nan, np.float16)
+        self.v = np.full(slots * self.padded, self.k[0], self.k.dtype)
+        self.scales = np.full((2, slots), np.nan, np.float32)
         angles = torch.rand(max(lengths), dim // 2) * 6
         self.cos, self.sin = angles.cos().contiguous(), angles.sin().contiguous()
         self.layer = Layer(k_cache=self.k.ctypes.data, v_cache=self.v.ctypes.data)
+        if in_bytes:
+            self.layer.k_scale, self.layer.v_scale = (scales.ctypes.data for scales in self.scales)
         self.model = Model(
             num_heads=heads, num_kv_heads=kv_heads, head_dim=dim, block_size=block_size, eps=EPS,
             query_scale=dim**-0.5 * math.log2(math.e), cos=address(self.cos), sin=address(self.sin),
@@ -102,6 +108,11 @@ class Attention:
         library.attend(self.model, self.layer, step, address(q), address(out), address(scratch))
         return out
 
+    def stored(self, heads: torch.Tensor) -> torch.Tensor:
+        if not self.in_bytes:
+            return heads.half().float()
+        return scale_rows_reference(heads.reshape(-1, self.dim), torch.int8).dequantized().view(heads.shape)
+
     def reference(
         self, qkv: torch.Tensor, spans: list[tuple[int, int, int]], history: list[torch.Tensor]
     ) -> torch.Tensor:
@@ -115,8 +126,8 @@ class Attention:
                 all_rows[:, : self.heads + self.kv_heads],
                 torch.cat((self.cos[:n], self.cos[:n]), 1), torch.cat((-self.sin[:n], self.sin[:n]), 1),
             )  # fmt: skip
-            k = turned[:, self.heads :].half().float().transpose(0, 1)[None]  # one block of n slots
-            v = all_rows[:, self.heads + self.kv_heads :].half().float().transpose(0, 1)[None]
+            k = self.stored(turned[:, self.heads :]).transpose(0, 1)[None]  # one block of n slots
+            v = self.stored(all_rows[:, self.heads + self.kv_heads :]).transpose(0, 1)[None]
             span = QuerySpan(first, count, first, (0,))
             out.append(paged_attention_reference(turned[:, : self.heads], k, v, [span], self.dim**-0.5))
             row += count
@@ -134,13 +145,14 @@ GEOMETRIES = [
 ]
 
 
+@pytest.mark.parametrize("in_bytes", [False, True])
 @pytest.mark.parametrize("geometry", GEOMETRIES, ids=str)
-def test_attention(library: NativeLibrary, geometry: tuple[int, int, int, int]) -> None:
+def test_attention(library: NativeLibrary, geometry: tuple[int, int, int, int], in_bytes: bool) -> None:
     """Chunks at odd places, single rows, several sequences; then every row alone has the same bits."""
     torch.manual_seed(4)
     heads, kv_heads, dim, _ = geometry
     lengths = [150, 67]
-    attention = Attention(*geometry, lengths)
+    attention = Attention(*geometry, lengths, in_bytes)
     history = [torch.randn(n, (heads + 2 * kv_heads) * dim) for n in lengths]
     steps = [[(0, 0, 100), (1, 0, 13)], [(1, 13, 1), (0, 100, 1)], [(0, 101, 49), (1, 14, 53)]]
     results = []
@@ -149,7 +161,7 @@ def test_attention(library: NativeLibrary, geometry: tuple[int, int, int, int]) 
         got = attention.run(library, qkv, spans)
         torch.testing.assert_close(got, attention.reference(qkv, spans, history), atol=2e-3, rtol=2e-3)
         results.append(got)
-    alone = Attention(*geometry, lengths)
+    alone = Attention(*geometry, lengths, in_bytes)
     alone.cos, alone.sin = attention.cos, attention.sin
     alone.model.cos, alone.model.sin = address(alone.cos), address(alone.sin)
     for sequence in (0, 1):

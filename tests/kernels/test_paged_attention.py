@@ -7,6 +7,7 @@ import dataclasses
 import pytest
 import torch
 
+from kernels.kv_cache import KvCache, empty_kv_cache, kv_store
 from kernels.kv_write import kv_write
 from kernels.paged_attention import QuerySpan, paged_attention, paged_attention_reference, shapes_agree
 from services.gpu_worker import attention_plan
@@ -46,7 +47,9 @@ def attend(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spans: list[QuerySpan], g: Geometry, softcap: float = 0.0,
     window: int = 0,
 ) -> torch.Tensor:  # fmt: skip
-    return torch.cat([paged_attention(q, k, v, plan, 0.3, softcap) for plan in plan_attention(spans, g, window)])
+    return torch.cat(
+        [paged_attention(q, KvCache(k, v), plan, 0.3, softcap) for plan in plan_attention(spans, g, window)]
+    )
 
 
 SIZES = [(0, 1), (63, 1), (64, 1), (130, 1), (0, 63), (100, 2), (50, 100), (0, 33)]
@@ -183,7 +186,7 @@ def test_what_lies_beyond_a_sequence_is_never_read() -> None:
         kv = torch.randn(2, tokens, g.num_kv_heads, g.head_dim)
         slots = torch.tensor([span.block_ids[t // 16] * 16 + t % 16 for t in range(tokens)])
         rows = (slots // 16)[:, None] * 32 + torch.arange(2) * 16 + (slots % 16)[:, None]
-        kv_write(kv[0], kv[1], k, v, rows.flatten(), slots[slots % 16 == 0] // 16)
+        kv_write(kv[0], kv[1], KvCache(k, v), rows.flatten(), slots[slots % 16 == 0] // 16)
     got = attend(q, k, v, spans, g)
     assert got.isfinite().all()
     torch.testing.assert_close(got, paged_attention_reference(q, k, v, spans, 0.3), atol=2e-6, rtol=2e-5)
@@ -196,14 +199,39 @@ def test_refuse_other_shapes() -> None:
     k, v = caches(g)
     plan = next(plan_attention(spans_of([(0, 1)], g), g))
     with pytest.raises(ValueError, match="float32"):
-        paged_attention(torch.randn(1, 6, 16).double(), k, v, plan, 1.0)
+        paged_attention(torch.randn(1, 6, 16).double(), KvCache(k, v), plan, 1.0)
     with pytest.raises(ValueError, match="cache"):
-        paged_attention(torch.randn(1, 5, 16), k, v, plan, 1.0)
+        paged_attention(torch.randn(1, 5, 16), KvCache(k, v), plan, 1.0)
     odd = torch.zeros(3, 2, 10, 16)
     with pytest.raises(ValueError, match="tile"):
-        paged_attention(torch.randn(1, 6, 16), odd, odd, plan, 1.0)
+        paged_attention(torch.randn(1, 6, 16), KvCache(odd, odd), plan, 1.0)
     one, rows = torch.randn(1, 2, 16), torch.arange(2)
     with pytest.raises(ValueError, match="kv_write"):
-        kv_write(one, one, k, v, rows[:1], rows[:0])
+        kv_write(one, one, KvCache(k, v), rows[:1], rows[:0])
     with pytest.raises(ValueError, match="kv_write"):
-        kv_write(one, torch.randn(1, 2, 8), k, v, rows, rows[:0])
+        kv_write(one, torch.randn(1, 2, 8), KvCache(k, v), rows, rows[:0])
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
+def test_eight_bits_are_a_scale_for_each_token_s_head(dtype: torch.dtype) -> None:
+    """What is written is what `kv_store` would, what is read are codes times scales; leftovers never show."""
+    torch.manual_seed(3)
+    g = geometry()
+    shape = (g.num_blocks + 1, g.num_kv_heads, g.block_size, g.head_dim)
+    cache, want = (empty_kv_cache(shape[0], shape[1], shape[2], shape[3], dtype, "cpu") for _ in range(2))
+    assert cache.k_scale is not None and cache.v_scale is not None
+    cache.k_scale[:-1], cache.v_scale[:-1] = torch.nan, torch.nan  # of earlier owners
+    [span] = spans_of([(0, 100)], g)
+    k, v = (torch.randn(100, g.num_kv_heads, g.head_dim) * torch.rand(100, 1, 1) * 2 for _ in "kv")
+    slots = torch.tensor([span.block_ids[t // 16] * 16 + t % 16 for t in range(100)])
+    rows = (slots // 16)[:, None] * 32 + torch.arange(2) * 16 + (slots % 16)[:, None]
+    kv_write(k, v, cache, rows.flatten(), slots[slots % 16 == 0] // 16)
+    kv_store(k, v, want, slots)
+    used = sorted(set(span.block_ids))
+    for got_tensor, want_tensor in zip(cache.tensors(), want.tensors(), strict=True):
+        assert torch.equal(got_tensor.view(torch.uint8)[used], want_tensor.view(torch.uint8)[used])
+    q = torch.randn(100, g.num_heads, g.head_dim)
+    values = [codes.float() * scale[..., None] for codes, scale in
+              ((want.k, want.k_scale), (want.v, want.v_scale)) if scale is not None]  # fmt: skip
+    got = torch.cat([paged_attention(q, cache, plan, 0.3) for plan in plan_attention([span], g)])
+    torch.testing.assert_close(got, paged_attention_reference(q, *values, [span], 0.3), atol=4e-6, rtol=4e-5)

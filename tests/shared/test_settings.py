@@ -57,7 +57,7 @@ def test_folders_know_the_home_folder() -> None:
         (WorkerSettings, "DEVICE", "cuda", "device: cuda is not supported yet, only auto or cpu"),
         (WorkerSettings, "QUANTIZATION", "awq", "quantization: should be 'none', 'int8', 'int4' or 'fp8', not 'awq'"),
         (WorkerSettings, "SPECULATIVE_CONFIG", "{}", "speculative_config: {} is not supported yet, only none"),
-        (WorkerSettings, "KV_CACHE_DTYPE", "fp8", "kv_cache_dtype: fp8 is not supported yet, only auto"),
+        (WorkerSettings, "KV_CACHE_DTYPE", "fp8", "kv_cache_dtype: should be 'auto', 'float32', 'float16'"),
         (WorkerSettings, "MAX_NUM_SEQS", "0", "max_num_seqs: should be greater than or equal to 1, not '0'"),
         (WorkerSettings, "MAX_NUM_SEQS", "many", "max_num_seqs: should be a valid integer"),
         (WorkerSettings, "GPU_MEMORY_UTILIZATION", "0.5", "gpu_memory_utilization: 0.5 is not supported yet, only 0.9"),

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from kernels.kv_cache import KvCache
 from kernels.softcap import softcap_
-from services.gpu_worker.kv_pool import KVPool, LayerCache
+from services.gpu_worker.kv_pool import KVPool
 from services.gpu_worker.model.config import LayerKind, ModelConfig
 from services.gpu_worker.model.feed_forward import feed_forward
 from services.gpu_worker.model.layers import DecoderWeights, LayerWeights, RopeRows, attention_block
@@ -36,7 +37,7 @@ class Decoder:
         return self._logits(x.index_select(0, inputs.sample_rows))
 
     def _layer(
-        self, x: torch.Tensor, layer: LayerWeights, kind: LayerKind, cache: LayerCache, inputs: StepInputs,
+        self, x: torch.Tensor, layer: LayerWeights, kind: LayerKind, cache: KvCache, inputs: StepInputs,
         angles: RopeRows | None,
     ) -> torch.Tensor:  # fmt: skip
         scale = self.config.residual_scale

@@ -6,13 +6,13 @@ from dataclasses import dataclass
 
 import torch
 
+from kernels.kv_cache import KvCache
 from kernels.kv_write import kv_write
 from kernels.layer_norm import layer_norm
 from kernels.matmul_dense import DenseWeight, matmul_dense
 from kernels.paged_attention import paged_attention
 from kernels.rms_norm import rms_norm
 from kernels.rope import rope
-from services.gpu_worker.kv_pool import LayerCache
 from services.gpu_worker.model.config import LayerKind, ModelConfig
 from services.gpu_worker.step_inputs import StepInputs
 
@@ -91,7 +91,7 @@ class RopeRows:
 
 
 def attention_block(
-    x: torch.Tensor, layer: LayerWeights, kind: LayerKind, cache: LayerCache, inputs: StepInputs,
+    x: torch.Tensor, layer: LayerWeights, kind: LayerKind, cache: KvCache, inputs: StepInputs,
     angles: RopeRows | None, config: ModelConfig,
 ) -> torch.Tensor:  # fmt: skip
     """x [N and padding, hidden_size], normed -> the attention's output; the tokens' K and V go to the cache."""
@@ -107,10 +107,10 @@ def attention_block(
         qk = _turned(qk, angles)
     q, k = qk[:, :num_heads], qk[:, num_heads:]
     n = inputs.num_rows
-    kv_write(k[:n], v[:n], cache.k, cache.v, inputs.kv_rows, inputs.started_blocks)
+    kv_write(k[:n], v[:n], cache, inputs.kv_rows, inputs.started_blocks)
     plans = inputs.window_plans if kind.windowed else inputs.plans
     scale, cap = config.query_scale, config.attention_softcap
-    parts = [paged_attention(q, cache.k, cache.v, plan, scale, cap) for plan in plans]
+    parts = [paged_attention(q, cache, plan, scale, cap) for plan in plans]
     if n < x.shape[0]:
         parts.append(x.new_zeros(x.shape[0] - n, num_heads, dim))
     mixed = parts[0] if len(parts) == 1 else torch.cat(parts)

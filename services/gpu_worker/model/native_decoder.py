@@ -7,6 +7,7 @@ import itertools
 import math
 from array import array
 from collections import deque
+from collections.abc import Mapping
 from ctypes import addressof, c_int32
 from dataclasses import dataclass
 from typing import Any
@@ -17,27 +18,44 @@ import torch
 from kernels.native.library import NativeLibrary, Pool
 from kernels.native.structs import Draw, Layer, Linear, Matrix, Model, NoiseKey, Step, address
 from kernels.sample_tokens import NativeOps
+from services.gpu_worker.kv_pool import SCALE_BYTES
 from services.gpu_worker.model.config import ModelConfig
 from services.gpu_worker.model.rope import rope_tables
 from services.gpu_worker.native_inputs import NativeInputs
 from services.gpu_worker.weights.native_loader import NativeLayer, NativeLinear, NativeWeights
 
 LAYOUT = "block-head-16slot-dim-k"  # of the KV cache, see `struct layer` in kernels/native/native.h
-KV_BYTES = 2  # float16
+KV_DTYPES: Mapping[str, type[np.float16 | np.int8]] = {"auto": np.float16, "float16": np.float16, "int8": np.int8}
+
+Array = np.ndarray[Any, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class NativeCache:
     """K and V of one layer. numpy takes zeroed pages from the system, which cost nothing until written."""
 
-    k: np.ndarray[Any, np.dtype[np.float16]]
-    v: np.ndarray[Any, np.dtype[np.float16]]
+    k: Array  # float16 or int8
+    v: Array
+    k_scale: Array | None = None  # float32 a slot and head, in eight bits
+    v_scale: Array | None = None
 
 
-def block_bytes(config: ModelConfig, block_size: int) -> int:
-    """Of one KV block in all layers."""
-    slot = config.num_kv_heads * (config.head_dim + _padded(config.head_dim))
-    return config.num_layers * block_size * slot * KV_BYTES
+def native_cache(config: ModelConfig, num_slots: int, kv_cache_dtype: str) -> NativeCache:
+    dtype, heads = KV_DTYPES[kv_cache_dtype], num_slots * config.num_kv_heads
+    k, v = (np.zeros(heads * dim, dtype) for dim in (config.head_dim, _padded(config.head_dim)))
+    return NativeCache(k, v, *(np.zeros(heads, np.float32) for _ in "kv" if dtype is np.int8))
+
+
+def block_bytes(config: ModelConfig, block_size: int, kv_cache_dtype: str) -> int:
+    """Of one KV block in all layers, with scales."""
+    width = np.dtype(KV_DTYPES[kv_cache_dtype]).itemsize
+    head_bytes = (config.head_dim + _padded(config.head_dim)) * width + (2 * SCALE_BYTES if width == 1 else 0)
+    return config.num_layers * block_size * config.num_kv_heads * head_bytes
+
+
+def cache_layout(kv_cache_dtype: str) -> str:
+    """Part of the kernel variant: what a block's bytes mean."""
+    return LAYOUT if KV_DTYPES[kv_cache_dtype] is np.float16 else f"{LAYOUT}-{kv_cache_dtype}"
 
 
 class NativeRun:
@@ -86,14 +104,12 @@ class NativeRun:
 class NativeDecoder:
     def __init__(
         self, config: ModelConfig, weights: NativeWeights, library: NativeLibrary, *, num_threads: int,
-        num_blocks: int, block_size: int, max_model_len: int,
+        num_blocks: int, block_size: int, max_model_len: int, kv_cache_dtype: str = "auto",
     ) -> None:  # fmt: skip
         cos, signed_sin = rope_tables(config, max_model_len)
         half = config.head_dim // 2
         self._kept: tuple[Any, ...] = (weights, cos[:, :half].contiguous(), signed_sin[:, half:].contiguous())
-        slots = num_blocks * config.num_kv_heads * block_size
-        sizes = slots * config.head_dim, slots * _padded(config.head_dim)
-        self.caches = tuple(NativeCache(*(np.zeros(n, np.float16) for n in sizes)) for _ in weights.layers)
+        self.caches = tuple(native_cache(config, num_blocks * block_size, kv_cache_dtype) for _ in weights.layers)
         self._layers = (Layer * config.num_layers)(*map(_layer, weights.layers, self.caches))
         self._model = Model(
             config.hidden_size, config.intermediate_size, config.num_layers, config.num_heads, config.num_kv_heads,
@@ -193,7 +209,7 @@ def _layer(layer: NativeLayer, cache: NativeCache) -> Layer:
     return Layer(
         *(address(t) for t in (layer.attn_norm, layer.ffn_norm, layer.q_norm, layer.k_norm)),
         *map(_linear, (layer.qkv, layer.out, layer.gate, layer.up, layer.down)),
-        cache.k.ctypes.data, cache.v.ctypes.data,
+        *(None if a is None else a.ctypes.data for a in (cache.k, cache.v, cache.k_scale, cache.v_scale)),
     )  # fmt: skip
 
 
