@@ -70,10 +70,10 @@ async def serve(stop: Stop, common: CommonSettings, own: WorkerSettings, scripte
             clients[0], common.served_name, engine, validate=validate, name=socket.gethostname(),
             incarnation=common.incarnation, enable_prefix_caching=own.enable_prefix_caching,
             max_step_s=own.max_step_ms / 1000, blocking=clients[1], heartbeat=clients[2], cost=cost,
-            overlap=_has_spare_core(own),
+            overlap=_has_spare_core(own, engine),
             capacity=Budget(own.max_num_batched_tokens, own.max_num_seqs, prefill_chunk=own.max_num_batched_tokens),
         )  # fmt: skip
-        await WorkerLoops(service, _flush_interval_s(own)).run(stop, common.drain_timeout_s)
+        await WorkerLoops(service, _flush_interval_s(own, engine)).run(stop, common.drain_timeout_s)
     except WorkerFailure as e:
         log.error("%s", e)
         return e.STATUS
@@ -114,6 +114,8 @@ def _load(common: CommonSettings, own: WorkerSettings, scripted: ScriptedSetting
     try:
         engine, validate = _scripted(own, scripted) if own.engine == "scripted" else _model(common, own)
         cost = _measure(engine)
+    except SettingsError:
+        raise
     except (ConfigError, ModelSourceError) as e:
         raise SettingsError(f"{common.model} cannot be served: {e}") from e
     except (ValueError, OSError) as e:
@@ -148,10 +150,14 @@ def _scripted(own: WorkerSettings, scripted: ScriptedSettings) -> tuple[Engine, 
 
 
 def _model(common: CommonSettings, own: WorkerSettings) -> tuple[Engine, Validate]:
-    source = model_source.resolve(common.model, common.cache_dir)
-    from services.gpu_worker.engines import load_engine  # a scripted worker needs no torch, which takes seconds
-    from services.gpu_worker.sampler import validate  # needs torch too
+    from services.gpu_worker.device import choose_device  # a scripted worker needs no torch, which takes seconds
+    from services.gpu_worker.engines import load_engine  # needs torch too
+    from services.gpu_worker.sampler import validate  # as above
 
+    if own.device == "cuda" and own.engine != "auto":
+        raise SettingsError(f"engine: {own.engine} computes on a CPU, and device is cuda")
+    device = choose_device(own.device if own.engine == "auto" else "cpu")
+    source = model_source.resolve(common.model, common.cache_dir)
     with tqdm(desc=f"Loading {source.name}", unit_scale=True, disable=None) as bar:
 
         def show(num_done: int, num_total: int) -> None:
@@ -162,7 +168,7 @@ def _model(common: CommonSettings, own: WorkerSettings) -> tuple[Engine, Validat
             own.engine, source.path, common.cache_dir,
             kv_cache_bytes=own.kv_cache_bytes or None, block_size=own.block_size,
             max_model_len=own.max_model_len or None, kv_cache_dtype=own.kv_cache_dtype, num_threads=_num_threads(own),
-            quantization=own.quantization, progress=show,
+            quantization=own.quantization, device=device, needs_device=own.device == "cuda", progress=show,
         )  # fmt: skip
     return engine, validate
 
@@ -171,12 +177,13 @@ def _num_threads(own: WorkerSettings) -> int:
     return own.threads or num_cores()
 
 
-def _has_spare_core(own: WorkerSettings) -> bool:
-    return own.engine == "scripted" or leaves_one_free(_num_threads(own))
+def _has_spare_core(own: WorkerSettings, engine: Engine) -> bool:
+    """Beside the compute threads, if it is a CPU that computes."""
+    return engine.info.device != "cpu" or leaves_one_free(_num_threads(own))
 
 
-def _flush_interval_s(own: WorkerSettings) -> float:
-    return FLUSH_INTERVAL_S if _has_spare_core(own) else SHARED_CORES_FLUSH_INTERVAL_S
+def _flush_interval_s(own: WorkerSettings, engine: Engine) -> float:
+    return FLUSH_INTERVAL_S if _has_spare_core(own, engine) else SHARED_CORES_FLUSH_INTERVAL_S
 
 
 def _exit(status: int) -> NoReturn:

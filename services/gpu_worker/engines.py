@@ -1,4 +1,6 @@
-"""Which engine computes: the native one where its ops can be had, else torch's. Chosen once in a worker's life."""
+"""Which engine computes: on a GPU there is one; on a CPU the native one where its ops can be had, else torch's.
+
+Chosen once in a worker's life."""
 
 from __future__ import annotations
 
@@ -6,11 +8,14 @@ import logging
 from collections.abc import Callable
 from pathlib import Path
 
+import torch
+
 from kernels.native import build
 from kernels.native.build import NoNativeOps
 from kernels.native.library import NativeLibrary
 from services.gpu_worker.engine import TorchEngine
-from services.gpu_worker.model.config import ConfigError, NotNativeError
+from services.gpu_worker.gpu_engine import GpuEngine
+from services.gpu_worker.model.config import ConfigError, NotNativeError, NotOnGpuError
 from services.gpu_worker.native_engine import NativeEngine
 from services.gpu_worker.weights.loader import Progress
 
@@ -23,6 +28,8 @@ def load_engine(
     cache_dir: Path,
     *,
     num_threads: int,
+    device: torch.device | None = None,
+    needs_device: bool = False,
     kv_cache_bytes: int | None = None,
     block_size: int = 16,
     max_model_len: int | None = None,
@@ -30,13 +37,24 @@ def load_engine(
     quantization: str = "none",
     progress: Progress | None = None,
     say: Callable[[str], None] = log.info,
-) -> NativeEngine | TorchEngine:
+) -> NativeEngine | TorchEngine | GpuEngine:
     """kind: "native", "torch", or "auto": native unless that is impossible, here or for this model.
 
-    Libraries are kept in cache_dir/native.
+    Libraries are kept in cache_dir/native. device: of the GPU engine, where that is to compute; needs_device: or none.
 
     ConfigError if native ops are asked for and cannot be had; else as the engines' own `load`.
     """
+    if device is not None and kind == "auto":
+        torch.set_num_threads(num_threads)  # weights are converted by them
+        try:
+            return GpuEngine.load(
+                model, device, kv_cache_bytes=kv_cache_bytes, block_size=block_size, max_model_len=max_model_len,
+                kv_cache_dtype=kv_cache_dtype, quantization=quantization, progress=progress,
+            )  # fmt: skip
+        except NotOnGpuError as e:
+            if needs_device:
+                raise
+            log.warning("computing on the CPU: %s", e)
     library = None if kind == "torch" else _library(cache_dir / "native", kind == "native", say)
     if library is not None:
         try:

@@ -25,16 +25,18 @@ LOGPROB_FLOOR = -9999.0  # JSON has no infinity
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """What one row is drawn for. token_ids: prompt and output so far, of which the first num_prompt are prompt."""
+    """What one row is drawn for. token_ids: prompt and output so far, of which the first num_prompt are prompt; there
+    are num_unknown more that are not known yet."""
 
     params: SamplingParams
     choice: int
     token_ids: Seq[int]
     num_prompt: int
+    num_unknown: int = 0
 
     @property
     def position(self) -> int:
-        return len(self.token_ids) - self.num_prompt
+        return len(self.token_ids) + self.num_unknown - self.num_prompt
 
     @property
     def token_choice(self) -> TokenChoice:

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator
+from pathlib import Path
 
 import torch
 
+import kernels.gpu
 from kernels.matmul_dense import DensePacker, matmul_dense
 from kernels.rms_norm import rms_norm
 from kernels.silu_mul import silu_mul
@@ -35,6 +37,22 @@ def native_variant(identity: str, library: str, *, block_size: int, layout: str)
     for part in (identity, library, torch_isa, torch.__version__, layout, str(block_size)):
         digest.update(part.encode() + b"\0")
     return f"cpu-native-{library.partition('-')[0]}-{digest.hexdigest()[:32]}"
+
+
+def gpu_variant(identity: str, device: torch.device, *, block_size: int, dtype: torch.dtype) -> str:
+    """The kernels' own text counts, as does the kind of GPU: which tiles they take follows from it."""
+    kind = torch.cuda.get_device_name(device) if device.type == "cuda" else kind_of(device)
+    digest = hashlib.sha256()
+    for part in (identity, kind, torch.__version__, str(dtype), str(block_size)):
+        digest.update(part.encode() + b"\0")
+    for file in sorted(Path(kernels.gpu.__file__).parent.glob("*.py")):
+        digest.update(file.read_bytes())
+    return f"gpu-{'-'.join(kind.lower().split())}-{digest.hexdigest()[:32]}"
+
+
+def kind_of(device: torch.device) -> str:
+    """Of a GPU engine: on a CPU its kernels are interpreted."""
+    return "interpreted" if device.type == "cpu" else device.type
 
 
 def _probe() -> Iterator[torch.Tensor]:

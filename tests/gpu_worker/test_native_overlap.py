@@ -9,16 +9,13 @@ import pytest
 import torch
 
 from services.gpu_worker.batch import Chunk, SampledToken
-from services.gpu_worker.composer import Budget
-from services.gpu_worker.engine_thread import EngineLoop
 from services.gpu_worker.native_engine import NativeEngine
 from services.gpu_worker.native_inputs import build_native_inputs
-from services.gpu_worker.running_set import Change, RunningSet
-from services.gpu_worker.sampler import sample, validate
+from services.gpu_worker.sampler import sample
 from services.gpu_worker.speculative.verify import draws_of
 from services.gpu_worker.step_inputs import SequenceError
 from tests.gpu_worker.any_engine import engine_threads, load_native
-from tests.gpu_worker.builders import make_admission, make_admit
+from tests.gpu_worker.engine_loops import run_loop
 from tests.gpu_worker.tiny_models import Runner, build, prompts, save
 
 NUM_TOKENS = 20
@@ -35,24 +32,6 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> NativeEngine:
     return load_native(folder, kv_cache_bytes=8 << 20)
 
 
-def run_loop(
-    engine: NativeEngine, texts: list[list[int]], params: list[dict[str, Any]], overlap: bool = True
-) -> list[list[int]]:
-    """One joins every second step; what each has drawn."""
-    running = RunningSet(engine.info, Budget(64, 16, 16), validate)
-    loop = EngineLoop(engine, running, overlap=overlap)
-    for number, (text, own) in enumerate(zip(texts, params, strict=True)):
-        admit = make_admit(f"r{number}.0", block_ids=range(8 * number, 8 * number + 8))
-        loop.submit(Change("run", 1, admit, make_admission(text, max_tokens=NUM_TOKENS, **own)))
-        loop.step_once()
-        loop.step_once()
-    while loop.step_once():
-        pass
-    accounts = {a.seq.sid: a.seq for a in running.ledger._accounts.values()}
-    sequences = [accounts[f"r{n}.0"] for n in range(len(texts))]
-    return [seq.token_ids[seq.num_prompt_tokens :] for seq in sequences]
-
-
 @pytest.mark.parametrize("controls", [IN_THE_STEP, IN_THE_STEP + BY_THE_HOST], ids=["all in the step", "mixed"])
 @pytest.mark.parametrize("threads", [1, 2])
 def test_tokens_are_those_of_steps_one_by_one(
@@ -66,7 +45,11 @@ def test_tokens_are_those_of_steps_one_by_one(
         (tokens,) = runner.run([runner.sequence(text, NUM_TOKENS, **own)])
         want.append([t.token_id for t in tokens])
     with engine_threads(engine, threads):
-        assert run_loop(engine, texts, params) == run_loop(engine, texts, params, overlap=False) == want
+        assert (
+            run_loop(engine, texts, params, NUM_TOKENS)
+            == run_loop(engine, texts, params, NUM_TOKENS, overlap=False)
+            == want
+        )
     assert len({tuple(tokens) for tokens in want}) == 6
 
 
@@ -137,5 +120,5 @@ def test_what_is_not_finite_ends_alone_also_in_overlapping_steps(tmp_path: Path)
     runner = Runner(engine)
     texts = prompts(3, seed=9, vocab_size=SICK)
     want = [[t.token_id for t in runner.run([runner.sequence(text, NUM_TOKENS)])[0]] for text in texts]
-    got = run_loop(engine, [*texts, [3, SICK, 9]], [{}] * 4)
+    got = run_loop(engine, [*texts, [3, SICK, 9]], [{}] * 4, NUM_TOKENS)
     assert got == [*want, []]

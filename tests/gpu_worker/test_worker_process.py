@@ -157,3 +157,16 @@ async def test_a_setting_that_cannot_be_used_is_named_and_restarting_does_not_he
     process = await spawn(redis_url, HEADRACE_ENGINE="torch", HEADRACE_MODEL="/nowhere/model.gguf")
     _, errors = await asyncio.wait_for(process.communicate(), 60)
     assert process.returncode == EXIT_CONFIG and b"/nowhere/model.gguf" in errors and b"Traceback" not in errors
+
+
+async def test_a_gpu_that_is_not_there_is_said_so_and_restarting_does_not_help(redis_url: str) -> None:
+    process = await spawn(redis_url, HEADRACE_ENGINE="auto", HEADRACE_DEVICE="cuda", CUDA_VISIBLE_DEVICES="")
+    _, errors = await asyncio.wait_for(process.communicate(), 60)
+    assert process.returncode == EXIT_CONFIG and b"device: cuda is not possible here: " in errors
+    assert b"Traceback" not in errors
+
+
+async def test_an_engine_of_a_cpu_computes_on_no_gpu(redis_url: str) -> None:
+    process = await spawn(redis_url, HEADRACE_ENGINE="native", HEADRACE_DEVICE="cuda")
+    _, errors = await asyncio.wait_for(process.communicate(), 60)
+    assert process.returncode == EXIT_CONFIG and b"engine: native computes on a CPU, and device is cuda" in errors

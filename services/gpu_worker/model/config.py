@@ -22,6 +22,10 @@ class NotNativeError(ConfigError):
     """Native ops cannot compute this model, though torch's can; the message says what stands in the way."""
 
 
+class NotOnGpuError(ConfigError):
+    """The ops for GPUs cannot compute this model, though a CPU's can; the message says what stands in the way."""
+
+
 @dataclass(frozen=True, slots=True)
 class RopeConfig:
     """Rotary frequencies theta^(-2i/R), changed by kind: default, linear, llama3, yarn or longrope.

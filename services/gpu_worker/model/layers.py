@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
@@ -15,6 +16,12 @@ from kernels.rms_norm import rms_norm
 from kernels.rope import rope
 from services.gpu_worker.model.config import LayerKind, ModelConfig
 from services.gpu_worker.step_inputs import StepInputs
+
+
+class Product(Protocol):
+    """x [M, K] -> x W^T and perhaps a bias, [M, N]."""
+
+    def __call__(self, x: torch.Tensor, /) -> torch.Tensor: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,19 +51,19 @@ class Norm:
 class FeedForwardWeights:
     """into: the rows of gate and up, or of up alone where there is no gate."""
 
-    into: Linear
-    down: Linear
+    into: Product
+    down: Product
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertWeights:
     """choice_bias: what is added to scores when experts are chosen; shared: what every token passes."""
 
-    router: Linear
+    router: Product
     choice_bias: torch.Tensor | None
     experts: tuple[FeedForwardWeights, ...]
     shared: FeedForwardWeights | None
-    shared_gate: Linear | None
+    shared_gate: Product | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,10 +71,10 @@ class LayerWeights:
     """qkv: the rows of query, key and value. Norms are before a half of the layer or on what it adds, or absent."""
 
     attn_norm: Norm | None
-    qkv: Linear
+    qkv: Product
     q_norm: Norm | None
     k_norm: Norm | None
-    out: Linear
+    out: Product
     attn_post_norm: Norm | None
     ffn_norm: Norm | None
     ffn: FeedForwardWeights | ExpertWeights
@@ -79,7 +86,7 @@ class DecoderWeights:
     embedding: torch.Tensor  # [vocab_size, hidden_size]
     layers: tuple[LayerWeights, ...]
     final_norm: Norm
-    head: Linear
+    head: Product
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from pathlib import Path
+from typing import Protocol
 
 import torch
 
-from kernels.matmul_dense import DensePacker, DenseWeight
+from kernels.matmul_dense import DensePacker
 from services.gpu_worker.model.config import ALL_NORMS, ModelConfig
 from services.gpu_worker.model.layers import (
     DecoderWeights,
@@ -17,6 +18,7 @@ from services.gpu_worker.model.layers import (
     LayerWeights,
     Linear,
     Norm,
+    Product,
 )
 from services.gpu_worker.weights.gguf import GGUFSource
 from services.gpu_worker.weights.names import is_place
@@ -37,9 +39,41 @@ def open_source(path: Path, quantization: str = "none") -> WeightSource:
     return source if quantization == "none" else QuantizingSource(source, quantization)
 
 
-def load_weights(source: WeightSource, progress: Progress | None = None) -> DecoderWeights:
-    """Read, fuse and pack everything; WeightsError names what is missing, of another shape, or left over."""
-    reader = _Reader(source, progress)
+class Placement(Protocol):
+    """Where weights that have been read (float32, in fresh memory) are kept, and how they are multiplied with."""
+
+    def keep(self, tensor: torch.Tensor) -> torch.Tensor: ...
+
+    def product(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Product:
+        """Weight [N, K]."""
+        ...
+
+    def head(self, weight: torch.Tensor) -> Product:
+        """The output head; weight: perhaps the embedding, which is kept."""
+        ...
+
+
+class InMemory:
+    """For torch on a CPU."""
+
+    def __init__(self) -> None:
+        self._packer = DensePacker()
+
+    def keep(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor
+
+    def product(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
+        return Linear(self._packer.pack(weight), bias)
+
+    def head(self, weight: torch.Tensor) -> Linear:
+        return self.product(weight, None)
+
+
+def load_weights(
+    source: WeightSource, progress: Progress | None = None, placement: Placement | None = None
+) -> DecoderWeights:
+    """Read, fuse and place everything; WeightsError names what is missing, of another shape, or left over."""
+    reader = _Reader(source, progress, placement or InMemory())
     config = source.config
     embedding = reader.read("embedding.weight", config.vocab_size, config.hidden_size)
     weights = DecoderWeights(
@@ -89,18 +123,18 @@ def _experts(reader: _Reader, config: ModelConfig, at: str) -> ExpertWeights:
     )
 
 
-def _head(reader: _Reader, config: ModelConfig, embedding: torch.Tensor) -> Linear:
+def _head(reader: _Reader, config: ModelConfig, embedding: torch.Tensor) -> Product:
     """The checkpoint decides whether the output head is the embedding; the configuration may be wrong about it."""
     place = "head.weight"
     name = reader.source.file_name(place)
     if place not in reader.source.shapes:
         if config.tied is False:
             log.warning("tie_word_embeddings is false but there is no %s: the embedding serves as output head", name)
-        return Linear(reader.pack(embedding))
+        return reader.placement.head(embedding)
     head = reader.read(place, config.vocab_size, config.hidden_size)
     if config.tied and not torch.equal(head, embedding):
         log.warning("tie_word_embeddings is true but %s differs from the embedding: it is used", name)
-    return Linear(reader.pack(head))
+    return reader.placement.head(head)
 
 
 class TensorLedger:
@@ -141,14 +175,14 @@ class TensorLedger:
 class _Reader:
     """Reads tensors by name, at most once each, into freshly allocated parameters."""
 
-    def __init__(self, source: WeightSource, progress: Progress | None) -> None:
+    def __init__(self, source: WeightSource, progress: Progress | None, placement: Placement) -> None:
         self.source = source
-        self.packer = DensePacker()
+        self.placement = placement
         self._ledger = TensorLedger(source, progress)
         self.finish = self._ledger.finish
 
     def read(self, name: str, *shape: int) -> torch.Tensor:
-        return self._fused([(name, shape[0])], shape[1:])
+        return self.placement.keep(self._fused([(name, shape[0])], shape[1:]))
 
     def norm(self, place: str, size: int) -> Norm:
         config = self.source.config
@@ -158,14 +192,11 @@ class _Reader:
     def head_norm(self, place: str, size: int) -> Norm:
         return Norm(self.read(f"{place}.weight", size), None, self.source.config.norm_eps)
 
-    def linear(self, parts: list[tuple[str, int]], in_features: int, bias: bool) -> Linear:
+    def linear(self, parts: list[tuple[str, int]], in_features: int, bias: bool) -> Product:
         """One projection from several with the same input: their rows, one after the other."""
         weight = self._fused([(f"{name}.weight", rows) for name, rows in parts], (in_features,))
         bias_row = self._fused([(f"{name}.bias", rows) for name, rows in parts], ()) if bias else None
-        return Linear(self.pack(weight), bias_row)
-
-    def pack(self, weight: torch.Tensor) -> DenseWeight:
-        return self.packer.pack(weight)
+        return self.placement.product(weight, bias_row)
 
     def _fused(self, parts: list[tuple[str, int]], row_shape: tuple[int, ...]) -> torch.Tensor:
         for name, rows in parts:

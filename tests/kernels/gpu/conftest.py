@@ -1,31 +1,28 @@
 """Triton's kernels are tested on the CPU, in its interpreter, with outputs that are garbage until they are written.
 
-Triton decides when it is first imported whether its own functions are interpreted, and a kernel's file when that is
-imported whether its kernels are. Both happen in tests alone, and the switch is on only while one of these runs: for
-every other test of this process the entry points take torch, and processes that it starts know nothing of it.
+The switch is on only while one of these runs: for every other test of this process the entry points take torch, and
+processes that it starts know nothing of it.
 """
 
 from __future__ import annotations
 
 import importlib.util
-import sys
 
 import pytest
 import torch
 
+from tests.interpreter import import_triton, interpret
+
 collect_ignore_glob = [] if importlib.util.find_spec("triton") else ["test_*.py"]
 if not collect_ignore_glob:
-    assert "triton" not in sys.modules, "something has imported Triton to compile before it could be told to interpret"
-    with pytest.MonkeyPatch.context() as switch:
-        switch.setenv("TRITON_INTERPRET", "1")
-        import triton  # noqa: F401
+    import_triton()
 
 empty = torch.empty
 
 
 @pytest.fixture(autouse=True)
 def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    interpret(monkeypatch)
     monkeypatch.setattr(torch, "empty", garbage)
 
 

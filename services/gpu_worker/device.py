@@ -1,0 +1,49 @@
+"""Which device a worker computes on, and, where that cannot be a GPU, what is missing."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+
+import torch
+
+from kernels.dispatch import interpreted
+from shared.settings import SettingsError
+
+log = logging.getLogger(__name__)
+
+OLDEST = (8, 0)  # compute capability that kernels are made for
+
+
+def choose_device(asked: str) -> torch.device | None:
+    """Where the GPU engine computes; None for a CPU's engines. asked: "cpu", "cuda", or "auto": a GPU if there is one.
+
+    SettingsError says what is missing. Where Triton interprets kernels, "cuda" is played by the CPU, to be tested.
+    """
+    if asked == "cpu":
+        return None
+    if asked == "cuda" and interpreted():
+        log.warning("Triton's kernels are interpreted on the CPU, as TRITON_INTERPRET says: for tests alone")
+        return torch.device("cpu")
+    missing = missing_for_cuda()
+    if not missing:
+        return torch.device("cuda", torch.cuda.current_device())
+    if asked == "cuda":
+        raise SettingsError(f"device: cuda is not possible here: {missing} (set by --device or HEADRACE_DEVICE)")
+    log.info("computing on the CPU: %s", missing)
+    return None
+
+
+def missing_for_cuda() -> str:
+    """What a GPU engine lacks here, empty if nothing."""
+    if torch.version.cuda is None and torch.version.hip is None:
+        return f"torch {torch.__version__} is built without CUDA"
+    if importlib.util.find_spec("triton") is None:
+        return "Triton is not installed (the extra `gpu`)"
+    try:
+        torch.cuda.init()  # type: ignore[no-untyped-call]
+    except (RuntimeError, AssertionError) as e:
+        return str(e).partition(". ")[0].rstrip(".\n")  # of the driver, or that there is no card
+    if torch.version.cuda is not None and torch.cuda.get_device_capability() < OLDEST:
+        return f"{torch.cuda.get_device_name()} is too old: kernels are made for compute capability 8.0 and later"
+    return ""

@@ -1,0 +1,141 @@
+"""The engine on a GPU's ops: a step's chunks in, sampled tokens out. A step is only put in the device's queue.
+
+As `engine.TorchEngine` in what it computes, in the type that the device computes in. All steps are on one stream, so
+they run in the order in which they begin, and what a step draws the next one reads there, before the host has seen it.
+Where Triton's kernels are interpreted, and in tests of everything but kernels, the device is the CPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from pathlib import Path
+
+import torch
+
+from kernels.kv_cache import KvCache, empty_kv_cache
+from services.gpu_worker.attention_plan import Geometry
+from services.gpu_worker.batch import Chunk, Drawn, EngineInfo
+from services.gpu_worker.device_sampler import PendingTokens, draw
+from services.gpu_worker.engine import USEFUL_CONTEXTS, context_length, memory_errors
+from services.gpu_worker.gpu_inputs import build_inputs, upload
+from services.gpu_worker.kv_pool import block_bytes, num_blocks_for
+from services.gpu_worker.model.config import ConfigError
+from services.gpu_worker.model.gpu_decoder import GpuDecoder, refuse_unknown
+from services.gpu_worker.sampler import needs_only_logits
+from services.gpu_worker.speculative.verify import drawn_by_chunk, draws_of
+from services.gpu_worker.variant import gpu_variant, kind_of
+from services.gpu_worker.weights.loader import Progress, load_weights, open_source
+from services.gpu_worker.weights.on_device import OnDevice
+
+DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+
+
+class GpuStep:
+    def __init__(
+        self, chunks: Seq[Chunk], sample_chunks: Seq[int], tokens: PendingTokens, may_be_followed: bool
+    ) -> None:
+        self.may_be_followed = may_be_followed
+        self.samples = {id(chunks[i].seq): n for n, i in enumerate(sample_chunks)}
+        self.tokens = tokens
+        self._chunks = chunks  # also keeps the sequences, and so their ids
+        self._sample_chunks = sample_chunks
+
+    @property
+    def has_ended(self) -> bool:
+        return self.tokens.are_known
+
+    def wait_until_late(self) -> None:
+        """The next may begin at once: it is only put in the queue."""
+
+    def results(self) -> list[Drawn]:
+        with memory_errors():
+            tokens = self.tokens.wait()
+        return drawn_by_chunk(self._chunks, self._sample_chunks, tokens)
+
+
+class GpuEngine:
+    """Build one with `load`. `step` may be repeated: after an exception nothing but unused KV slots has changed."""
+
+    def __init__(
+        self, decoder: GpuDecoder, caches: tuple[KvCache, ...], geometry: Geometry, info: EngineInfo,
+        device: torch.device,
+    ) -> None:  # fmt: skip
+        self.info = info
+        self._decoder = decoder
+        self._caches = caches
+        self._geometry = geometry
+        self._device = device
+        self._before: GpuStep | None = None
+
+    @classmethod
+    def load(
+        cls,
+        model: Path,
+        device: torch.device,
+        *,
+        kv_cache_bytes: int | None = None,
+        block_size: int = 16,
+        max_model_len: int | None = None,
+        dtype: str = "auto",
+        kv_cache_dtype: str = "auto",
+        quantization: str = "none",
+        progress: Progress | None = None,
+    ) -> GpuEngine:
+        """ValueError (ConfigError, WeightsError, GGUFError) if the model cannot be served as asked.
+
+        dtype auto is bfloat16, and float32 where the device is the CPU; the cache's is what is computed in.
+        """
+        if dtype not in ("auto", *DTYPES):
+            raise ConfigError(f"dtype: {dtype!r} is not supported (known: auto, {', '.join(DTYPES)})")
+        if kv_cache_dtype != "auto":
+            raise ConfigError(f"kv_cache_dtype: {kv_cache_dtype!r} is not supported on GPUs (known: auto)")
+        computed = DTYPES.get(dtype, torch.float32 if device.type == "cpu" else torch.bfloat16)
+        source = open_source(model, quantization)
+        config = source.config
+        refuse_unknown(config)
+        length = context_length(config, max_model_len, windows=True)
+        size, most_useful = block_bytes(config, block_size, computed), USEFUL_CONTEXTS * -(-length // block_size)
+        num_blocks = num_blocks_for(kv_cache_bytes, size, most_useful)
+        with torch.inference_mode(), memory_errors():
+            decoder = GpuDecoder(config, load_weights(source, progress, OnDevice(device, computed)), length)
+            caches = tuple(
+                empty_kv_cache(num_blocks, config.num_kv_heads, block_size, config.head_dim, computed, device)
+                for _ in range(config.num_layers)
+            )
+        identity = f"{source.identity}-{length}" if config.rope.kind == "longrope" else source.identity
+        variant = gpu_variant(identity, device, block_size=block_size, dtype=computed)
+        geometry = Geometry(
+            num_blocks, block_size, config.num_heads, config.num_kv_heads, config.head_dim, config.vocab_size, length
+        )
+        info = EngineInfo(variant, config.vocab_size, length, block_size, num_blocks, kind_of(device))
+        return cls(decoder, caches, geometry, info, device)
+
+    def step(self, chunks: Seq[Chunk]) -> list[Drawn]:
+        """As `Engine.step`. SequenceError, before anything is computed, for a chunk that cannot be; and after, for a
+        sequence whose logits are not finite. ValueError for parameters that `sampler.validate` refuses; MemoryError."""
+        return self._begin(chunks, None).results() if chunks else []
+
+    def begin(self, chunks: Seq[Chunk]) -> GpuStep:
+        """As `OverlappingEngine.begin`."""
+        self._before = self._begin(chunks, self._before)
+        return self._before
+
+    def logits(self, chunk: Chunk, first: int) -> torch.Tensor:
+        """Of the chunk's rows from `first` on, float32 [rows, vocab_size] on the host; its KV is written."""
+        inputs, _ = build_inputs([chunk], self._geometry)
+        tensors = inputs.tensors()
+        tensors[3] = torch.arange(first, chunk.count)
+        with torch.inference_mode(), memory_errors():
+            return self._decoder.forward(inputs.with_tensors(upload(tensors, self._device)), self._caches).cpu()
+
+    def _begin(self, chunks: Seq[Chunk], before: GpuStep | None) -> GpuStep:
+        inputs, sample_chunks = build_inputs(chunks, self._geometry, before.samples if before else None)
+        draws = draws_of(chunks, sample_chunks)
+        with torch.inference_mode(), memory_errors():
+            inputs = inputs.with_tensors(upload(inputs.tensors(), self._device))
+            if before is not None:
+                before.tokens.fill_in(inputs.token_ids)
+            tokens = draw(self._decoder.forward(inputs, self._caches), draws)
+        # The step after this one draws when it begins, and what it draws by must be known then.
+        followed = all(needs_only_logits(d.params, p) for d in draws for p in (d.position, d.position + 1))
+        return GpuStep(chunks, sample_chunks, tokens, followed and not any(c.draft_ids for c in chunks))

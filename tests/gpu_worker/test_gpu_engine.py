@@ -1,0 +1,164 @@
+"""The GPU engine on a CPU, with the specifications of its kernels: its tokens are those of torch's engine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from services.gpu_worker.batch import Chunk
+from services.gpu_worker.engine import TorchEngine
+from services.gpu_worker.gpu_engine import GpuEngine
+from services.gpu_worker.model.config import ConfigError, NotOnGpuError
+from services.gpu_worker.step_inputs import SequenceError
+from tests.gpu_worker.engine_loops import run_loop
+from tests.gpu_worker.tiny_models import Runner, build, ids_of, prompts, save
+
+CPU = torch.device("cpu")
+ROOM = {"kv_cache_bytes": 4 << 20}
+FAMILIES = ["llama", "llama-biases", "qwen3", "olmo2", "gemma2", "gemma3", "smollm3", "phi3-window", "granite-tied",
+            "stablelm-bias", "starcoder2-window"]  # fmt: skip
+CONTROLS: list[dict[str, Any]] = [
+    {}, {"temperature": 1.0, "seed": 7}, {"temperature": 0.8, "top_p": 0.9}, {"repetition_penalty": 1.3},
+    {"temperature": 0.5, "seed": 1 << 40, "logprobs": 2},
+]  # fmt: skip
+SICK = 298
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    save("llama", path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def engine(folder: Path) -> GpuEngine:
+    return GpuEngine.load(folder, CPU, **ROOM)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_tokens_are_those_of_torchs_engine(family: str, tmp_path: Path) -> None:
+    save(family, tmp_path)
+    texts = prompts(len(CONTROLS), seed=3)
+    runs = []
+    for made in (TorchEngine.load(tmp_path, **ROOM), GpuEngine.load(tmp_path, CPU, **ROOM)):
+        runner = Runner(made)
+        sequences = [runner.sequence(text, 5, **own) for text, own in zip(texts, CONTROLS, strict=True)]
+        runs.append(ids_of(runner.run(sequences, prefill_chunk=13)))
+    assert runs[0] == runs[1]
+
+
+def test_chunks_neighbours_and_hits_change_no_token(engine: GpuEngine) -> None:
+    runner = Runner(engine)
+    text = prompts(1, low=39)[0]
+    alone = runner.sequence(text, 6, temperature=1.0)
+    want = ids_of(runner.run([alone]))[0]
+    others = [runner.sequence(p, 6) for p in prompts(3, seed=1)]
+    again = runner.sequence(text, 6, temperature=1.0)
+    assert ids_of(runner.run([*others, again], prefill_chunk=7))[-1] == want
+    hit = runner.sequence(text, 6, temperature=1.0)
+    hit.block_ids[:2] = alone.block_ids[:2]
+    hit.num_computed = 32
+    assert ids_of(runner.run([hit]))[0] == want
+
+
+def test_steps_that_overlap_draw_the_same(engine: GpuEngine) -> None:
+    texts = prompts(5, seed=5)
+    runner = Runner(engine)
+    want = [
+        ids_of(runner.run([runner.sequence(text, 12, **own)]))[0] for text, own in zip(texts, CONTROLS, strict=True)
+    ]
+    assert run_loop(engine, texts, CONTROLS, 12) == want
+    assert run_loop(engine, texts, CONTROLS, 12, overlap=False) == want
+
+
+def test_log_probabilities_are_the_samplers(engine: GpuEngine, folder: Path) -> None:
+    text = prompts(1)[0]
+    got, want = (
+        runner.run([runner.sequence(text, 3, logprobs=3)])[0]
+        for runner in (Runner(engine), Runner(TorchEngine.load(folder, **ROOM)))
+    )
+    for mine, theirs in zip(got, want, strict=True):
+        assert [t for t, _ in mine.top] == [t for t, _ in theirs.top]
+        assert [p for _, p in mine.top] == pytest.approx([p for _, p in theirs.top], abs=1e-5)
+
+
+def test_what_is_not_finite_ends_alone(tmp_path: Path) -> None:
+    model = build("llama")
+    model.model.embed_tokens.weight.data[SICK] = torch.nan
+    model.save_pretrained(tmp_path)
+    engine = GpuEngine.load(tmp_path, CPU, **ROOM)
+    runner = Runner(engine)
+    texts = prompts(3, seed=9, vocab_size=SICK)
+    want = [ids_of(runner.run([runner.sequence(text, 8)]))[0] for text in texts]
+    for own in ({}, {"logprobs": 1}):
+        assert run_loop(engine, [*texts, [3, SICK, 9]], [{}, {}, {}, own], 8) == [*want, []]
+
+
+def test_bad_sequences_fail_before_anything_is_computed(engine: GpuEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    runner = Runner(engine)
+    good, bad = runner.sequence([1, 2, 3], 4), runner.sequence([1, 2, 3], 4)
+    bad.token_ids[1] = 300
+    monkeypatch.setattr(engine._decoder, "forward", None)
+    with pytest.raises(SequenceError, match="vocabulary") as caught:
+        engine.step([Chunk(good, 0, 3, True), Chunk(bad, 0, 3, True)])
+    assert caught.value.sid == bad.sid
+    assert engine.step([]) == []
+
+
+def test_parameters_are_checked_again(engine: GpuEngine) -> None:
+    bad = Runner(engine).sequence([1, 2], 4, logit_bias={300: 1.0})
+    with pytest.raises(ValueError, match="logit_bias"):
+        engine.step([Chunk(bad, 0, 2, True)])
+
+
+def test_logits_of_every_row(engine: GpuEngine) -> None:
+    text = prompts(1, low=20)[0]
+    runner = Runner(engine)
+    rows = engine.logits(Chunk(runner.sequence(text, 1), 0, len(text), True), 4)
+    assert rows.shape == (len(text) - 4, 300)
+    assert int(rows[-1].argmax()) == ids_of(runner.run([runner.sequence(text, 1)]))[0][0]
+
+
+def test_info_and_variant(folder: Path, engine: GpuEngine) -> None:
+    info = engine.info
+    assert (info.vocab_size, info.max_model_len, info.block_size, info.device) == (300, 512, 16, "interpreted")
+    assert info.num_blocks == (4 << 20) // (2 * 3 * 2 * 16 * 16 * 4)
+    assert info.variant.startswith("gpu-interpreted-")
+    half = GpuEngine.load(folder, CPU, dtype="float16", **ROOM).info
+    assert half.num_blocks == 2 * info.num_blocks and half.variant != info.variant
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"dtype": "int8"}, "dtype: 'int8'"),
+        ({"kv_cache_dtype": "fp3"}, "kv_cache_dtype: 'fp3'"),
+        ({"max_model_len": 513}, "max_model_len: 513"),
+    ],
+)
+def test_settings_are_refused_by_name(folder: Path, settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        GpuEngine.load(folder, CPU, **(ROOM | settings))
+
+
+def test_what_it_does_not_compute_is_refused_by_name(tmp_path: Path) -> None:
+    save("mixtral", tmp_path)
+    with pytest.raises(NotOnGpuError, match="mixture of experts"):
+        GpuEngine.load(tmp_path, CPU, **ROOM)
+
+
+@pytest.mark.parametrize("own", CONTROLS)
+def test_drafts_change_how_many_tokens_a_step_draws_never_which(engine: GpuEngine, own: dict[str, Any]) -> None:
+    runner = Runner(engine)
+    text = prompts(1, seed=8)[0]
+    want = ids_of(runner.run([runner.sequence(text, 6, **own)]))[0]
+    sequence, other = (runner.sequence(text, 6, **own) for _ in range(2))
+    runner.step([Chunk(sequence, 0, len(text), True)])
+    wrong = (want[3] + 1) % 300
+    chunks = [Chunk(other, 0, 2, False), Chunk(sequence, len(text), 1, True, (want[1], want[2], wrong, want[4]))]
+    none, drawn = engine.step(chunks)
+    assert (none, [t.token_id for t in drawn]) == ((), want[1:4])

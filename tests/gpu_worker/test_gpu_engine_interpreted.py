@@ -1,0 +1,94 @@
+"""The GPU engine with every kernel, in Triton's interpreter: its tokens are those of torch's engine."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from services.gpu_worker.batch import Chunk
+from services.gpu_worker.engine import TorchEngine
+from services.gpu_worker.gpu_engine import GpuEngine
+from tests.gpu_worker.engine_loops import run_loop
+from tests.gpu_worker.test_worker_process import worker_process
+from tests.gpu_worker.tiny_models import Runner, ids_of, prompts, save
+from tests.helpers import wait_until
+from tests.interpreter import import_triton, interpret
+
+if importlib.util.find_spec("triton") is None:
+    pytest.skip("Triton is not installed", allow_module_level=True)
+import_triton()
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(300),
+    pytest.mark.filterwarnings("ignore:overflow:RuntimeWarning"),  # numpy's, of words that shall wrap
+]
+CPU = torch.device("cpu")
+ROOM = {"kv_cache_bytes": 4 << 20}
+SMALL = {"num_hidden_layers": 2}
+CONTROLS: list[dict[str, Any]] = [
+    {}, {"temperature": 1.0, "seed": 7}, {"temperature": 0.8, "top_p": 0.9}, {"repetition_penalty": 1.3},
+]  # fmt: skip
+
+
+def greedy_and_seeded(engine: TorchEngine | GpuEngine) -> list[list[int]]:
+    """Several together in chunks; the last one's first two blocks are hits."""
+    runner = Runner(engine)
+    texts = prompts(len(CONTROLS), seed=3)
+    text = prompts(1, low=39)[0]
+    before = runner.sequence(text, 1)
+    runner.run([before])
+    hit = runner.sequence(text, 4, temperature=1.0)
+    hit.block_ids[:2] = before.block_ids[:2]
+    hit.num_computed = 32
+    sequences = [runner.sequence(text, 4, **own) for text, own in zip(texts, CONTROLS, strict=True)]
+    return ids_of(runner.run([*sequences, hit], prefill_chunk=13))
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_tokens_are_those_of_torchs_engine(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(family, tmp_path, **({} if family == "gemma3" else SMALL))
+    want = greedy_and_seeded(TorchEngine.load(tmp_path, **ROOM))
+    interpret(monkeypatch)
+    assert greedy_and_seeded(GpuEngine.load(tmp_path, CPU, **ROOM)) == want
+
+
+def test_steps_that_overlap_draw_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save("llama", tmp_path, **SMALL)
+    texts = prompts(3, seed=5)
+    want = run_loop(TorchEngine.load(tmp_path, **ROOM), texts, CONTROLS[:3], 4)
+    interpret(monkeypatch)
+    assert run_loop(GpuEngine.load(tmp_path, CPU, **ROOM), texts, CONTROLS[:3], 4) == want
+
+
+def test_float16_stays_close(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save("llama", tmp_path, **SMALL)
+    text = prompts(1, low=30)[0]
+
+    def logits(engine: TorchEngine | GpuEngine) -> torch.Tensor:
+        return engine.logits(Chunk(Runner(engine).sequence(text, 1), 0, len(text), True), 0)
+
+    want = logits(TorchEngine.load(tmp_path, **ROOM))
+    interpret(monkeypatch)
+    got = logits(GpuEngine.load(tmp_path, CPU, dtype="float16", **ROOM))
+    assert (got - want).abs().max() < 0.02 * want.abs().max()
+
+
+async def test_a_whole_worker_serves_with_every_kernel(tmp_path: Path, redis_url: str) -> None:
+    save("llama", tmp_path, **SMALL)
+    text = prompts(1, low=12, high=13)[0]
+    runner = Runner(TorchEngine.load(tmp_path, block_size=4, **ROOM))
+    want = ids_of(runner.run([runner.sequence(text, 3)]))[0]
+    settings = {
+        "HEADRACE_MODEL": str(tmp_path), "HEADRACE_ENGINE": "auto", "HEADRACE_DEVICE": "cuda", "TRITON_INTERPRET": "1",
+        "HEADRACE_KV_CACHE_BYTES": "1MiB",
+    }  # fmt: skip
+    async with worker_process(redis_url, **settings) as worker:
+        sid = await worker.bench.place(text, block_ids=range(8), max_tokens=3)
+        await wait_until(lambda: worker.is_done(sid), timeout=120)
+        assert await worker.bench.log(sid) == want
+        members = await worker.bench.records.members()
+        assert members["w-process"][0].device == "interpreted"
