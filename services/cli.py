@@ -70,6 +70,8 @@ COMMANDS = (
             "services.gpu_worker.commands.bench_engine", example="headrace bench engine --concurrency 8"),
     Command("eval perplexity", USING, "how well the model foresees a text, as llama-perplexity counts it",
             "services.gpu_worker.commands.eval_perplexity", example="headrace eval perplexity text.txt"),
+    Command("convert", USING, "a GGUF file from a Hugging Face folder, or a folder from a GGUF file",
+            "services.gpu_worker.commands.convert", example="headrace convert ./folder model.gguf --outtype q8_0"),
     Command("plan", USING, "what fits on a card or on this machine, before anything is loaded",
             "services.gpu_worker.commands.plan", example="headrace plan ./model --device 48GiB --context 8192"),
     Command("dead", USING, "list, show and retry requests that were given up", "services.tools.dead",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from services.gpu_worker.model.config import (
@@ -16,6 +17,12 @@ from services.gpu_worker.model.config import (
 )
 from services.gpu_worker.model.families import GGUF_FAMILIES, Family
 from services.gpu_worker.model.hf_rope import yarn_scale
+
+ROPE_FACTORS = {  # names of tensors
+    "rope_freqs.weight": "factors",
+    "rope_factors_short.weight": "short_factors",
+    "rope_factors_long.weight": "long_factors",
+}
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -82,6 +89,16 @@ def config_from_gguf(metadata: Mapping[str, Any], tensors: Shapes) -> ModelConfi
     keys.expect("use_parallel_residual", False)
     keys.finish(frozenset())
     return config
+
+
+def with_rope_factors(config: ModelConfig, factors: Mapping[str, tuple[float, ...]]) -> ModelConfig:
+    """factors: of rotary frequencies, by the names of their tensors."""
+    rope = config.rope
+    for name, values in factors.items():
+        changes: dict[str, Any] = {ROPE_FACTORS[name]: values}
+        kind = rope.kind if name == "rope_freqs.weight" else "longrope"
+        rope = replace(rope, kind=kind, **changes)
+    return replace(config, rope=rope)
 
 
 def _scale(keys: Keys, family: Family, key: str, absent: float) -> float:

@@ -7,27 +7,20 @@ tensor is converted a run of rows at a time.
 from __future__ import annotations
 
 import mmap
-from dataclasses import replace
 from math import prod
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 
 from kernels.packed_weight import DENSE, Codes
 from services.gpu_worker.model.config import ModelConfig
-from services.gpu_worker.model.gguf_config import config_from_gguf, gguf_family
+from services.gpu_worker.model.gguf_config import ROPE_FACTORS, config_from_gguf, gguf_family, with_rope_factors
 from services.gpu_worker.weights.names import gguf_names, place_parts
 from services.gpu_worker.weights.quant_layout import TYPES, decode_rows, dequantize
 from services.gpu_worker.weights.source import CHUNK_BYTES, WeightsError, file_identity
 from shared.gguf_header import GGML_TYPES, GGUFTensor, read_gguf
 
-_ROPE_FACTORS = {
-    "rope_freqs.weight": "factors",
-    "rope_factors_short.weight": "short_factors",
-    "rope_factors_long.weight": "long_factors",
-}
 _BLOCKS = {name: (elements, num_bytes) for name, elements, num_bytes in GGML_TYPES.values()}
 
 
@@ -45,10 +38,12 @@ class GGUFSource:
         with open(path, "rb") as file:
             self._file = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
         self._data = np.frombuffer(self._file, dtype=np.uint8)
-        family = gguf_family(header.metadata)
+        self.family = family = gguf_family(header.metadata)
         self._in_pairs = family.gguf_pairs
         config = config_from_gguf(header.metadata, {t.name: t.shape for t in tensors.values()})
-        self.config = self._with_rope_factors(config, {name: tensors.pop(name, None) for name in _ROPE_FACTORS})
+        self.config = with_rope_factors(
+            config, self._rope_factors(config, {name: tensors.pop(name, None) for name in ROPE_FACTORS})
+        )
         names = gguf_names(family, self.config)
         self.file_name = names.name
         self._tensors = tensors
@@ -89,19 +84,16 @@ class GGUFSource:
         if end > first:
             self._file.madvise(mmap.MADV_DONTNEED, first, end - first)
 
-    def _with_rope_factors(self, config: ModelConfig, tensors: dict[str, GGUFTensor | None]) -> ModelConfig:
-        rope = config.rope
+    def _rope_factors(self, config: ModelConfig, tensors: dict[str, GGUFTensor | None]) -> dict[str, tuple[float, ...]]:
+        found = {}
         for name, tensor in tensors.items():
             if tensor is None:
                 continue
             if tensor.type != "F32" or tensor.shape != (config.turned // 2,):
                 raise WeightsError(f"tensor {name!r}: {config.turned // 2} factors in F32 expected")
             start = tensor.offset_bytes
-            values = self._bytes(start, start + tensor.num_bytes).view(torch.float32).tolist()
-            changes: dict[str, Any] = {_ROPE_FACTORS[name]: tuple(values)}
-            kind = rope.kind if name == "rope_freqs.weight" else "longrope"
-            rope = replace(rope, kind=kind, **changes)
-        return replace(config, rope=rope)
+            found[name] = tuple(self._bytes(start, start + tensor.num_bytes).view(torch.float32).tolist())
+        return found
 
     def _extent(self, name: str) -> tuple[int, int]:
         """From which byte of the file to which the place's rows lie."""
@@ -123,3 +115,9 @@ def pairs_to_halves(rows: torch.Tensor, head_dim: int) -> torch.Tensor:
     """Rows of each head from rotary pairs (0, 1), (2, 3), ... to two halves: all first members, then all second."""
     heads = rows.shape[0] // head_dim
     return rows.view(heads, head_dim // 2, 2, -1).transpose(1, 2).reshape(rows.shape)
+
+
+def halves_to_pairs(rows: torch.Tensor, head_dim: int) -> torch.Tensor:
+    """The way back."""
+    heads = rows.shape[0] // head_dim
+    return rows.view(heads, 2, head_dim // 2, -1).transpose(1, 2).reshape(rows.shape)

@@ -48,7 +48,7 @@ class QuantizingSource:
             raise ConfigError(f"quantization: {method!r} is not supported (known: none, {', '.join(TYPES)})")
         self._source = source
         self._method = method
-        self.config, self.shapes = source.config, source.shapes
+        self.config, self.family, self.shapes = source.config, source.family, source.shapes
         self.file_name, self.release, self.quantized_as = source.file_name, source.release, source.quantized_as
         self.identity = f"{source.identity}-{method}"
         matrices = [place for place in source.shapes if is_quantized(place)]

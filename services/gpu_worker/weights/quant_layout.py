@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 
 from kernels import packed_weight
-from kernels.packed_weight import DENSE, Codes
+from kernels.packed_weight import DENSE, GROUP, SCHEMES, Codes
 
 
 def dequantize(type_name: str, blocks: torch.Tensor) -> torch.Tensor:
@@ -37,6 +37,22 @@ def decode_rows(type_name: str, rows: torch.Tensor, block_bytes: int) -> Codes:
         codes.type_name, codes.q.reshape(count, -1), codes.d.reshape(count, -1), by_row(codes.m), by_row(codes.sub),
         by_row(codes.sub_min),
     )  # fmt: skip
+
+
+def encode(codes: Codes) -> torch.Tensor:
+    """The blocks of rows of codes, uint8 [N, bytes of a row]; of types with a scale for 32 columns."""
+    q = codes.q.view(codes.q.shape[0], -1, GROUP)
+    parts = [codes.d[..., None].view(torch.uint8)]
+    if codes.m is not None:
+        parts.append(codes.m[..., None].view(torch.uint8))
+    if SCHEMES[codes.type_name].bits == 5:
+        shifts = torch.arange(8, dtype=torch.uint8)
+        parts.append(((q >> 4).view(*q.shape[:2], 4, 8) << shifts).sum(-1, dtype=torch.uint8))
+    if codes.type_name == "Q8_0":
+        parts.append(q.view(torch.uint8))
+    else:
+        parts.append(q[..., :16] & 15 | q[..., 16:] << 4)
+    return torch.cat(parts, dim=-1).flatten(1)
 
 
 def _half(blocks: torch.Tensor, start: int) -> torch.Tensor:

@@ -35,13 +35,13 @@ class SafetensorsSource:
         quantization = values.pop(QUANTIZATION, None)
         if quantization is not None and not isinstance(quantization, dict):
             raise WeightsError(f"{folder / 'config.json'}: {QUANTIZATION} is not an object")
-        family, self.config = hf_family(values), config_from_hf(values)
-        self._norm_offset = family.norm_offset
+        self.family, self.config = hf_family(values), config_from_hf(values)
+        self._norm_offset = self.family.norm_offset
         paths = shard_paths(folder)
         self._tensors = readable_tensors(quantization, _stored(paths))
         self._method = str(quantization["quant_method"]) if quantization else ""
         self._codes_types: dict[str, str] = {}
-        names = hf_names(family, self.config)
+        names = hf_names(self.family, self.config)
         self.file_name = names.name
         self._parts = place_parts(names, self.config, {name: t.shape for name, t in self._tensors.items()})
         if quantization:

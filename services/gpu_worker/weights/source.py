@@ -14,6 +14,7 @@ import torch
 
 from kernels.packed_weight import Codes
 from services.gpu_worker.model.config import ModelConfig
+from services.gpu_worker.model.families import Family
 
 CHUNK_BYTES = 32 << 20  # of float32 converted at a time
 _NUM_SAMPLES = 64
@@ -26,6 +27,7 @@ class WeightsError(ValueError):
 
 class WeightSource(Protocol):
     config: ModelConfig
+    family: Family
     shapes: dict[str, tuple[int, ...]]
     identity: str  # equal for equal weights, see `file_identity`
 
