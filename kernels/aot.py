@@ -17,11 +17,12 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
+from typing import Any
 
 import triton
 from triton.backends.compiler import GPUTarget
@@ -130,23 +131,23 @@ def compile_launch(op: str, case: str, launch: Launch, target: Target) -> Report
     )
 
 
-def _resources(asm: dict[str, str | bytes], target: Target) -> tuple[int, int]:
+def _resources(asm: Mapping[str, Any], target: Target) -> tuple[int, int]:
     """(registers of a thread, what of them lies in memory)."""
     if target.backend == "hip":
-        text = str(asm["amdgcn"])
+        text = asm["amdgcn"]
         return _number(r"\.vgpr_count:\s+(\d+)", text), _number(r"\.vgpr_spill_count:\s+(\d+)", text)
     text = _dump(asm, "-res-usage")
     return _number(r"REG:(\d+)", text), _number(r"STACK:(\d+)", text)
 
 
-def _fuses(asm: dict[str, str | bytes], target: Target) -> bool:
-    text = str(asm["amdgcn"]) if target.backend == "hip" else _dump(asm, "-sass")
+def _fuses(asm: Mapping[str, Any], target: Target) -> bool:
+    text = asm["amdgcn"] if target.backend == "hip" else _dump(asm, "-sass")
     return re.search(r"\b(FFMA|v_(pk_)?(fma|mac|mad|fmac)_f32)", text) is not None
 
 
-def _dump(asm: dict[str, str | bytes], what: str) -> str:
+def _dump(asm: Mapping[str, Any], what: str) -> str:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(asm["cubin"])  # type: ignore[arg-type]
+        file.write(asm["cubin"])
         file.flush()
         tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
         return subprocess.run([tool, what, file.name], capture_output=True, text=True, check=True).stdout

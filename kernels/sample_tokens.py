@@ -52,6 +52,8 @@ def sample_tokens(
     """rows: float32 [V] each, to draw from, the largest finite; raw [B, V]: those that log-probabilities are of."""
     if raw.dim() != 2 or not len(rows) == len(choices) == len(raw) or any(r.shape != raw.shape[1:] for r in rows):
         raise ValueError(f"sample_tokens: {len(rows)} rows, {len(choices)} choices, raw {tuple(raw.shape)}")
+    if any(t.dtype != torch.float32 for t in (raw, *rows)):
+        raise TypeError("sample_tokens: float32 expected")
     if not choices:
         return []
     return _native(rows, raw, choices, *native) if native is not None else sample_tokens_reference(rows, raw, choices)

@@ -87,7 +87,7 @@ def _merge_kernel(
     DIM: tl.constexpr,
     WINDOWED: tl.constexpr,
 ):
-    """One row and head: its parts, in order, as the kernel above merges them."""
+    """One row and head: its parts, in order, as `_attention_kernel` merges them."""
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     first = 0
     if WINDOWED:

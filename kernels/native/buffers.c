@@ -2,6 +2,7 @@
 #include <stdlib.h>
 
 #include "decoder.h"
+#include "sampling.h"
 
 static void *take(char **at, int64_t bytes) {
     void *p = *at;
@@ -57,7 +58,7 @@ int reserve_buffers(struct decoder *d, const struct step *s) {
         free(d->candidates);
         free(d->noisy);
         d->noise_capacity = 0;
-        d->candidates = malloc((size_t)s->num_samples * (size_t)(d->m->vocab_size / DRAW_CHUNK + 1) * sizeof *d->candidates);
+        d->candidates = malloc((size_t)s->num_samples * (size_t)num_chunks(d->m->vocab_size) * sizeof *d->candidates);
         d->noisy = malloc((size_t)s->num_samples * sizeof *d->noisy);
         if (!d->candidates || !d->noisy) return 0;
         d->noise_capacity = s->num_samples;

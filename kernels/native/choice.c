@@ -1,5 +1,6 @@
 /* The token of each sample: the largest logit, or the largest after noise. The next step reads it here too. */
 #include "decoder.h"
+#include "sampling.h"
 
 static int first_id(const struct decoder *d, int piece) { return piece * d->tiles_a_piece * TILE_ROWS; }
 
@@ -29,8 +30,6 @@ void best_of_piece(struct decoder *d, int piece) {
     }
 }
 
-static int num_chunks(const struct decoder *d) { return (d->m->vocab_size + DRAW_CHUNK - 1) / DRAW_CHUNK; }
-
 int choose_best(struct decoder *d, int pieces) {
     d->num_noisy = 0;
     for (int i = 0; i < d->step->num_samples; i++) {
@@ -47,27 +46,22 @@ int choose_best(struct decoder *d, int pieces) {
         d->step->drawn[i] = finite ? id : -1;
         if (finite && d->step->draws[i].temperature > 0.0f) d->noisy[d->num_noisy++] = i;
     }
-    return d->num_noisy * num_chunks(d);
+    return d->num_noisy * num_chunks(d->m->vocab_size);
 }
 
 void draw_piece(struct decoder *d, int piece) {
     const struct step *s = d->step;
-    int sample = d->noisy[piece / num_chunks(d)], vocab_size = d->m->vocab_size;
-    int first = piece % num_chunks(d) * DRAW_CHUNK;
-    int end = first + DRAW_CHUNK < vocab_size ? first + DRAW_CHUNK : vocab_size;
+    int vocab_size = d->m->vocab_size, chunks = num_chunks(vocab_size), sample = d->noisy[piece / chunks];
     const float *logits = s->logits + (int64_t)sample * vocab_size;
     const struct draw *draw = s->draws + sample;
-    d->candidates[piece] = draw_from(logits, logits[s->drawn[sample]], draw->temperature, &draw->key, first, end);
+    struct drawing all = {logits, logits[s->drawn[sample]], draw->temperature, {-INFINITY, INT32_MAX}};
+    d->candidates[piece] = draw_chunk(&draw->key, &all, vocab_size, piece % chunks);
 }
 
 void choose_drawn(struct decoder *d) {
-    for (int n = 0; n < d->num_noisy; n++) {
-        const struct candidate *found = d->candidates + (int64_t)n * num_chunks(d);
-        int best = 0;
-        for (int i = 1; i < num_chunks(d); i++)
-            if (found[i].value > found[best].value) best = i;
-        d->step->drawn[d->noisy[n]] = found[best].id;
-    }
+    int chunks = num_chunks(d->m->vocab_size);
+    for (int n = 0; n < d->num_noisy; n++)
+        d->step->drawn[d->noisy[n]] = best_of(d->candidates + (int64_t)n * chunks, chunks).id;
 }
 
 int32_t input_token(const struct step *s, int row) {

@@ -15,7 +15,7 @@ struct decoder {
     const struct step *step;
     struct runner *runner; /* or null: nobody waits for a step that is nearly over */
     int32_t capacity, num_items, item_capacity, tiles_a_piece;
-    float *x, *qkv, *q, *attend_scratch, *gate_up;
+    float *x, *qkv, *q, *attend_scratch;
     struct rows normed, mixed, gated;
     struct item *items;
     float *best;     /* [piece of the head][sample] */

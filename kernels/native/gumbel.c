@@ -83,7 +83,8 @@ INLINE float scores_of(const struct drawing *d, int id, int count, float *scores
 }
 
 /* Noise falls as x grows, so the least x of a batch bounds it: most batches end there. */
-struct candidate draw_among(const struct noise_key *key, const struct drawing *d, int first, int end) {
+struct candidate draw_chunk(const struct noise_key *key, const struct drawing *d, int vocab_size, int chunk) {
+    int first = chunk * DRAW_CHUNK, end = first + DRAW_CHUNK < vocab_size ? first + DRAW_CHUNK : vocab_size;
     struct candidate best = {-INFINITY, first};
     for (int id = first; id < end; id += BATCH) {
         uint32_t x[BATCH], least = UINT32_MAX;
@@ -101,8 +102,9 @@ struct candidate draw_among(const struct noise_key *key, const struct drawing *d
     return best;
 }
 
-struct candidate draw_from(const float *logits, float largest, float temperature, const struct noise_key *key,
-                           int first, int end) {
-    struct drawing d = {logits, largest, temperature, {-INFINITY, INT32_MAX}};
-    return draw_among(key, &d, first, end);
+struct candidate best_of(const struct candidate *found, int count) {
+    struct candidate best = found[0];
+    for (int i = 1; i < count; i++)
+        if (found[i].value > best.value) best = found[i];
+    return best;
 }

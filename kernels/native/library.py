@@ -34,7 +34,7 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
 
 
 class NativeLibrary:
-    """`call.<name>` is the C function headrace_<name>; name says what was built, for the kernel variant."""
+    """`library.<name>` is the C function headrace_<name>; name says what was built, for the kernel variant."""
 
     def __init__(self, path: Path, name: str) -> None:
         """OSError if the file is not a library of this machine."""

@@ -125,14 +125,6 @@ void attend(const struct model *m, const struct layer *l, const struct step *ste
             int first_row, int count, int kv_head, const float *q, float *out, int64_t out_stride, float *scratch);
 int64_t attend_scratch_floats(const struct model *m);
 
-/* gumbel.c: the best of tokens [first, end) by (logit - largest) / temperature + noise; the first of equal ones. */
-struct candidate {
-    float value;
-    int32_t id;
-};
-struct candidate draw_from(const float *logits, float largest, float temperature, const struct noise_key *key,
-                           int first, int end);
-#define DRAW_CHUNK 4096 /* tokens of a piece */
 #define ATTENTION_ROWS 8
 
 static inline int64_t up_to(int64_t n, int64_t multiple) { return (n + multiple - 1) / multiple * multiple; }

@@ -127,7 +127,7 @@ void pool_run(struct pool *p, const struct task *task) {
 
 int pool_num_threads(const struct pool *p) { return p->num_threads; }
 
-/* num_threads counts the caller's; null if the threads cannot be had. */
+/* num_threads counts the caller's; fewer if the system gives no more. Null if there is no memory. */
 EXPORT struct pool *headrace_pool_new(int num_threads) {
     size_t size = up_to(sizeof(struct pool) + sizeof(pthread_t) * (size_t)num_threads, 64);
     struct pool *p = aligned_alloc(64, size);

@@ -41,9 +41,9 @@ static struct cut filter(const struct sampling_row *row, const float *scaled, in
     return row->least > cut.least ? (struct cut){row->least, INT32_MAX} : cut;
 }
 
-/* The sum of weights of the raw logits, and the best of them. */
-static void sum_up(const struct sampling_row *row, int count, struct candidates *c, struct sampled *to) {
-    to->largest = largest_of(row->raw, count);
+/* The sum of weights of the raw logits, and the best of them. largest: of those to draw from. */
+static void sum_up(const struct sampling_row *row, int count, float largest, struct candidates *c, struct sampled *to) {
+    to->largest = row->raw == row->logits ? largest : largest_of(row->raw, count);
     to->total = total_weight(row->raw, count, to->largest);
     if (row->num_top == 0) return;
     gather_best(row->raw, count, row->num_top, c);
@@ -65,8 +65,9 @@ static void filter_piece(struct call *call, int number, int thread) {
     float *scaled = call->scratch + SCRATCH_ROWS * (int64_t)thread * count, largest = largest_of(row->logits, count);
     struct candidates c = candidates_in(scaled + count, count);
     *to = (struct sampled){.id = 0};
-    while (row->logits[to->id] != largest && to->id < count - 1) to->id++;
-    if (row->num_top >= 0) sum_up(row, count, &c, to);
+    if (row->temperature == 0.0f)
+        while (row->logits[to->id] != largest && to->id < count - 1) to->id++;
+    if (row->num_top >= 0) sum_up(row, count, largest, &c, to);
     struct drawing *d = call->drawings + number;
     *d = (struct drawing){row->logits, largest, row->temperature, {row->least, INT32_MAX}};
     if (row->temperature == 0.0f || (row->top_p >= 1.0 && !(row->top_k > 0 && row->top_k < count))) return;
@@ -80,18 +81,16 @@ static void run(void *context, int phase, int piece, int thread) {
         filter_piece(call, piece, thread);
         return;
     }
-    int row = piece / call->num_chunks, first = piece % call->num_chunks * DRAW_CHUNK;
-    int end = first + DRAW_CHUNK < call->vocab_size ? first + DRAW_CHUNK : call->vocab_size;
+    int row = piece / call->num_chunks;
     const struct drawing *d = call->drawings + row;
-    if (d->temperature != 0.0f) call->drawn[piece] = draw_among(&call->rows[row].key, d, first, end);
+    if (d->temperature != 0.0f)
+        call->drawn[piece] = draw_chunk(&call->rows[row].key, d, call->vocab_size, piece % call->num_chunks);
 }
 
 static int prepare(void *context, int phase) {
     const struct call *call = context;
     return phase == 0 ? call->num_rows : call->num_rows * call->num_chunks;
 }
-
-static int num_chunks(int vocab_size) { return (vocab_size + DRAW_CHUNK - 1) / DRAW_CHUNK; }
 
 /* Floats that `headrace_sample` needs beside. */
 EXPORT int64_t headrace_sample_scratch(const struct pool *pool, int num_rows, int vocab_size) {
@@ -107,14 +106,8 @@ EXPORT void headrace_sample(struct pool *pool, const struct sampling_row *rows, 
     struct task task = {prepare, run, &call, 2};
     pool_run(pool, &task);
     for (int i = 0; i < num_rows; i++) {
-        if (rows[i].temperature != 0.0f) {
-            struct candidate best = call.drawn[(int64_t)i * call.num_chunks];
-            for (int j = 1; j < call.num_chunks; j++) {
-                struct candidate other = call.drawn[(int64_t)i * call.num_chunks + j];
-                if (other.value > best.value) best = other;
-            }
-            sampled[i].id = best.id;
-        }
+        if (rows[i].temperature != 0.0f)
+            sampled[i].id = best_of(call.drawn + (int64_t)i * call.num_chunks, call.num_chunks).id;
         sampled[i].logit = rows[i].raw[sampled[i].id];
     }
 }

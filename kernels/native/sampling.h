@@ -39,8 +39,15 @@ struct drawing {
     struct cut cut;
 };
 
-/* gumbel.c: the best of the tokens [first, end), first a multiple of 4; ties go to the lowest id. */
-struct candidate draw_among(const struct noise_key *key, const struct drawing *d, int first, int end);
+/* gumbel.c: the best of the tokens by scaled logit plus noise, chunk by chunk; ties go to the lowest id. */
+#define DRAW_CHUNK 4096 /* tokens */
+struct candidate {
+    float value;
+    int32_t id;
+};
+static inline int num_chunks(int vocab_size) { return (vocab_size + DRAW_CHUNK - 1) / DRAW_CHUNK; }
+struct candidate draw_chunk(const struct noise_key *key, const struct drawing *d, int vocab_size, int chunk);
+struct candidate best_of(const struct candidate *found, int count);
 
 /* candidates.c: tokens that a filter still looks at, ids ascending; weights are whole once cut off. */
 struct candidates {

@@ -35,11 +35,10 @@ def _dense(x: torch.Tensor, ffn: FeedForwardWeights, config: ModelConfig) -> tor
 def _mixture(x: torch.Tensor, ffn: ExpertWeights, config: ModelConfig, experts: ExpertConfig) -> torch.Tensor:
     chosen, weights = choose(ffn.router(x), ffn.choice_bias, experts)
     out = torch.zeros_like(x)
-    for number, expert in enumerate(ffn.experts):
+    for number in torch.unique(chosen).tolist():  # ascending
         rows, places = (chosen == number).nonzero(as_tuple=True)
-        if rows.numel():
-            added = _dense(x.index_select(0, rows), expert, config) * weights[rows, places, None]
-            out.index_add_(0, rows, added)  # each row once
+        added = _dense(x.index_select(0, rows), ffn.experts[number], config) * weights[rows, places, None]
+        out.index_add_(0, rows, added)  # each row once
     if ffn.shared is not None:
         shared = _dense(x, ffn.shared, config)
         out += shared if ffn.shared_gate is None else shared * sigmoid(ffn.shared_gate(x))

@@ -141,11 +141,12 @@ class NativeDecoder:
 
     def set_num_threads(self, num_threads: int) -> None:
         """Not while a step runs."""
-        self._close()
-        self._pool = Pool(self._library, num_threads)
-        self._runner = self._library.runner_new(ctypes.byref(self._model), self._pool.pointer)
-        if not self._runner:
+        pool = Pool(self._library, num_threads)
+        runner = self._library.runner_new(ctypes.byref(self._model), pool.pointer)
+        if not runner:
             raise MemoryError("no memory for the decoder")
+        self._close()
+        self._pool, self._runner = pool, runner
 
     def begin(self, inputs: NativeInputs, after: NativeRun | None = None) -> NativeRun:
         """Hands a step over to the runner, which has at most two at a time.

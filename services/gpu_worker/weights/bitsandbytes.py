@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from services.gpu_worker.weights.scaled import ScaledMatrix
 from services.gpu_worker.weights.source import WeightsError
 from services.gpu_worker.weights.stored_tensors import FLOATS, Module, StoredTensor
 
@@ -46,23 +47,13 @@ class TableMatrix:
         return (self.table[codes] * self.scales[blocks]).view(end - start, columns)
 
 
-@dataclass(frozen=True, slots=True)
-class Int8Matrix:
+def int8_matrix(module: Module) -> ScaledMatrix:
     """w = q SCB / 127, a largest value a row."""
-
-    codes: StoredTensor
-    largest: StoredTensor
-    shape: tuple[int, ...]
-
-    @classmethod
-    def of(cls, module: Module) -> Int8Matrix:
-        codes = module.take("weight", ("I8",), (None, None))
-        if module.has("weight_format") and module.take("weight_format", ("U8",)).whole().flatten().tolist() != [0]:
-            raise WeightsError(f"tensor {module.stem + '.weight_format'!r}: rows for a kind of GPU are not supported")
-        return cls(codes, module.take("SCB", FLOATS, (codes.shape[0],)), codes.shape)
-
-    def rows(self, start: int, end: int) -> torch.Tensor:
-        return self.codes.rows(start, end).float() * (self.largest.rows(start, end).float() / 127.0)[:, None]
+    codes = module.take("weight", ("I8",), (None, None))
+    if module.has("weight_format") and module.take("weight_format", ("U8",)).whole().flatten().tolist() != [0]:
+        raise WeightsError(f"tensor {module.stem + '.weight_format'!r}: rows for a kind of GPU are not supported")
+    largest = module.take("SCB", FLOATS, (codes.shape[0],)).whole().float()
+    return ScaledMatrix(codes, largest[:, None] / 127.0, None, 1, codes.shape[1], codes.shape)
 
 
 def _nested(module: Module, state: dict[str, Any], absmax: StoredTensor) -> torch.Tensor:

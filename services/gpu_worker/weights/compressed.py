@@ -61,11 +61,8 @@ class PackedMatrix:
         return cls(packed, scales, zeros, g_idx, bits, (rows, columns))
 
     def rows(self, start: int, end: int) -> torch.Tensor:
-        groups = self.groups(start, end)
-        if self.in_order or self.g_idx is None:
-            return groups.values()
-        index = self.g_idx.whole().long()
-        return (groups.codes - groups.zeros[:, index]) * groups.scales[:, index]
+        index = None if self.in_order or self.g_idx is None else self.g_idx.whole().long()
+        return self.groups(start, end).values(index)
 
     def groups(self, start: int, end: int) -> Groups:
         codes = unpack_fields(self.packed.rows(start, end).t(), self.bits, self.shape[1]).t()

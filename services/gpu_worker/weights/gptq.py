@@ -43,7 +43,8 @@ class GPTQMatrix:
     @property
     def in_order(self) -> bool:
         """Whether each group's columns lie together, as those of equal groups do."""
-        return self.g_idx is None or torch.equal(self.g_idx.whole().long(), self._equal_groups())
+        equal = torch.arange(self.shape[1]) // -(-self.shape[1] // self.num_groups)
+        return self.g_idx is None or torch.equal(self.g_idx.whole().long(), equal)
 
     @classmethod
     def of(cls, module: Module, bits: int, symmetric: bool, version: int) -> GPTQMatrix:
@@ -68,9 +69,7 @@ class GPTQMatrix:
         return cls(qweight, qzeros, scales, g_idx, bits, less_one, (rows, columns))
 
     def rows(self, start: int, end: int) -> torch.Tensor:
-        codes, zeros, scales = self.groups(start, end)
-        index = self._equal_groups() if self.g_idx is None else self.g_idx.whole().long()
-        return (codes - zeros[:, index]) * scales[:, index]
+        return self.groups(start, end).values(None if self.g_idx is None else self.g_idx.whole().long())
 
     def groups(self, start: int, end: int) -> Groups:
         codes = unpack_fields(self.qweight.columns(start, end), self.bits, self.shape[1])  # [K, rows]
@@ -80,9 +79,6 @@ class GPTQMatrix:
         """[groups, N]."""
         zeros = _zeros(self.qzeros, self.bits)
         return (zeros + 1) & ((1 << self.bits) - 1) if self.stored_less_one else zeros
-
-    def _equal_groups(self) -> torch.Tensor:
-        return torch.arange(self.shape[1]) // -(-self.shape[1] // self.num_groups)
 
 
 def _zeros(qzeros: StoredTensor, bits: int) -> torch.Tensor:

@@ -10,7 +10,7 @@ from typing import Any
 
 from services.gpu_worker.model.config import ConfigError, Keys
 from services.gpu_worker.weights.awq import AWQMatrix
-from services.gpu_worker.weights.bitsandbytes import STATES, Int8Matrix, TableMatrix
+from services.gpu_worker.weights.bitsandbytes import STATES, TableMatrix, int8_matrix
 from services.gpu_worker.weights.compressed import PackedMatrix
 from services.gpu_worker.weights.gptq import GPTQMatrix
 from services.gpu_worker.weights.scaled import FP8, ScaledMatrix
@@ -18,11 +18,11 @@ from services.gpu_worker.weights.source import WeightsError
 from services.gpu_worker.weights.stored_tensors import FLOATS, Module, Readable, StoredTensor
 
 WHERE = "quantization_config."
-_PARTS = (
+_PARTS = sorted((
     "qweight", "qzeros", "scales", "g_idx", "weight", "weight_scale", "weight_scale_inv", "weight_packed",
     "weight_shape", "weight_zero_point", "weight_g_idx", "SCB", "weight_format", "weight.absmax", "weight.quant_map",
     "weight.nested_absmax", "weight.nested_quant_map", *STATES,
-)  # fmt: skip
+), key=len, reverse=True)  # fmt: skip
 _MARKS = ("qweight", "weight_packed", "weight_scale", "weight_scale_inv", "SCB", "weight.absmax")
 _OF_ACTIVATIONS = (".input_scale", ".output_scale", ".k_scale", ".v_scale", ".input_zero_point")
 
@@ -52,8 +52,7 @@ def readable_tensors(config: Mapping[str, Any] | None, tensors: Mapping[str, Sto
         module = Module(stem, parts)
         readable[f"{stem}.weight"] = build(module)
         for part in module.left():
-            if not f".{part}".endswith(_OF_ACTIVATIONS):
-                raise WeightsError(f"tensor {stem + '.' + part!r} has no place in this quantisation")
+            raise WeightsError(f"tensor {stem + '.' + part!r} has no place in this quantisation")
     return readable
 
 
@@ -70,7 +69,7 @@ def _plain(tensor: StoredTensor) -> StoredTensor:
 
 def _split(name: str) -> tuple[str, str]:
     """The module's name and the part, or the name and nothing."""
-    for part in sorted(_PARTS, key=len, reverse=True):
+    for part in _PARTS:
         if name.endswith(f".{part}"):
             return name[: -len(part) - 1], part
     return name, ""
@@ -110,10 +109,10 @@ def _compressed(keys: Keys) -> Build:
     Keys(keys.take("sparsity_config", dict, {}), f"{WHERE}sparsity_config.").expect("format", "dense")
     keys.expect("transform_config", {})
     blocks = set()
-    for name, group in keys.need("config_groups", dict).items():
-        weights = Keys(Keys({name: group}, WHERE).need(name, dict), f"{WHERE}{name}.").need("weights", dict)
-        sizes = weights.get("block_structure")
-        blocks.add(_block(sizes, "block_structure"))
+    groups = Keys(keys.need("config_groups", dict), f"{WHERE}config_groups.")
+    for name in keys.need("config_groups", dict):
+        weights = Keys(groups.need(name, dict), f"{WHERE}config_groups.{name}.").need("weights", dict)
+        blocks.add(_block(weights.get("block_structure"), "block_structure"))
     if len(blocks) != 1:
         raise ConfigError(f"{WHERE}config_groups: groups with different block_structure are not supported")
     block = blocks.pop()
@@ -127,7 +126,7 @@ def _compressed(keys: Keys) -> Build:
 
 
 def _bitsandbytes(keys: Keys) -> Build:
-    return lambda module: Int8Matrix.of(module) if module.has("SCB") else TableMatrix.of(module)
+    return lambda module: int8_matrix(module) if module.has("SCB") else TableMatrix.of(module)
 
 
 def _block(sizes: Any, key: str) -> tuple[int, int] | None:

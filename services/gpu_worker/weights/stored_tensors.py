@@ -56,8 +56,10 @@ class Groups(NamedTuple):
     zeros: torch.Tensor  # [N, groups]
     scales: torch.Tensor  # float32 [N, groups]
 
-    def values(self) -> torch.Tensor:
-        """float32 [N, K]."""
+    def values(self, index: torch.Tensor | None = None) -> torch.Tensor:
+        """float32 [N, K]. index: the group of each column [K], where they are not equal and in order."""
+        if index is not None:
+            return (self.codes - self.zeros[:, index]) * self.scales[:, index]
         parts = self.codes.reshape(*self.zeros.shape, -1) - self.zeros[:, :, None]
         return (parts * self.scales[:, :, None]).view(self.codes.shape)
 
