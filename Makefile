@@ -72,7 +72,7 @@ size: ## count the product's lines of Python and C
 		find $$package -name '*.py' -o -name '*.c' -o -name '*.h' | xargs cat | wc -l | \
 		xargs printf '%-10s %6d\n' $$package; done | awk '{ print; sum += $$2 } END { printf "%-10s %6d\n", "all", sum }'
 
-bench: $(VENV)/.serve ## measure README's table of performance and write it (ARGS="--llama-same URL …", see --help)
+bench: $(VENV)/.dev ## measure README's table of performance and write it (ARGS="--llama-same URL …", see --help)
 	$(BIN)/headrace fetch
 	$(BIN)/python -m tests.bench.performance --write $(ARGS)
 

@@ -66,8 +66,8 @@ class Deadlines:
 
 @dataclass(frozen=True, slots=True)
 class DeadRecord:
-    """A request that workers have died of. fields: sid, reason, deaths, prompt and output (numbers of tokens), worker
-    (the last one)."""
+    """A request that workers have died of, or that an engine failed on. fields: sid, reason, deaths, prompt and output
+    (numbers of tokens), worker (the last one)."""
 
     id: str  # begins with Redis' time in ms
     fields: dict[str, str]

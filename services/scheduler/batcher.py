@@ -246,13 +246,12 @@ class Batcher:
             queued.leader_sealed, queued.followed_since = leader.num_sealed, now
         if now - queued.followed_since > FOLLOW_TIMEOUT_S:
             queued.patient = False
-        elif self._still_computes(view, queued):
+        elif self._still_computes(view, queued, leader):
             return
         self._ensure(queued, view, now)
 
-    def _still_computes(self, view: WorkerView, queued: Queued) -> bool:
-        """Is its leader yet to seal the blocks it waits for?"""
-        leader = view.running.get(queued.leader)
+    def _still_computes(self, view: WorkerView, queued: Queued, leader: Running | None) -> bool:
+        """Is its leader yet to seal the blocks it waits for? leader: if it runs."""
         if leader is not None:
             return leader.num_sealed <= queued.leader_index
         return queued.patient and self._leads(view, queued.leader)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -36,6 +37,10 @@ class Conversation:
         self.messages.append({"role": role, "content": content})
 
 
+class _Ended(Exception):
+    """Ctrl-C while an answer came."""
+
+
 async def first_model(client: StreamClient) -> str:
     models = (await client.get("/v1/models"))["data"]
     if not models:
@@ -44,7 +49,20 @@ async def first_model(client: StreamClient) -> str:
 
 
 async def answer(client: StreamClient, body: dict[str, Any], show: Callable[[str], None]) -> None:
-    """Shows each piece of the answer's text as it comes."""
+    """Shows each piece of the answer's text as it comes. _Ended on Ctrl-C: a handler of the loop's own also wakes a
+    loop that is just about to wait."""
+    loop, task = asyncio.get_running_loop(), asyncio.current_task()
+    assert task is not None
+    loop.add_signal_handler(signal.SIGINT, task.cancel)
+    try:
+        await _show_events(client, body, show)
+    except asyncio.CancelledError:
+        raise _Ended from None
+    finally:
+        loop.remove_signal_handler(signal.SIGINT)
+
+
+async def _show_events(client: StreamClient, body: dict[str, Any], show: Callable[[str], None]) -> None:
     async with contextlib.aclosing(client.stream("/v1/chat/completions", body)) as events:
         async for event in events:
             for choice in event.get("choices", ()):
@@ -110,7 +128,7 @@ def _answer(runner: asyncio.Runner, client: StreamClient, body: dict[str, Any], 
 
     try:
         runner.run(answer(client, body, show))
-    except KeyboardInterrupt:
+    except _Ended:
         sys.stdout.write(" [ended]")
     except AnswerError as e:
         sys.stdout.write(f"[{escape(str(e))}]")

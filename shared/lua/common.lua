@@ -74,6 +74,7 @@ end
 local function expire_request(rid)
   local r = P .. 'r:' .. rid
   local f = redis.call('HMGET', r, 'n', 'retention_ms', 'repeat_key')
+  if not f[2] then return end -- another of the call, that is gone already
   redis.call('PEXPIRE', r, f[2])
   if f[3] then redis.call('PEXPIRE', P .. 'repeat:' .. f[3], f[2]) end
   for i = 0, f[1] - 1 do

@@ -11,7 +11,6 @@ import argparse
 import asyncio
 import contextlib
 import json
-import math
 import os
 import platform
 import subprocess
@@ -186,7 +185,7 @@ def measure_step(args: argparse.Namespace) -> dict[str, Any]:
 
 def measure_idle(own: stacks.ServeStack) -> float:
     say(f"idle for {IDLE_S:.0f} s")
-    time.sleep(5.0)  # what the last load left to do
+    time.sleep(5.0)  # what the start left to do
     before, began = own.cpu_s(), time.perf_counter()
     time.sleep(IDLE_S)
     return 100 * (own.cpu_s() - before) / (time.perf_counter() - began)
@@ -196,7 +195,7 @@ def measure_neighbour(args: argparse.Namespace, own: stacks.ServeStack) -> dict[
     """In each round all servers without the neighbour and with it; one more stack computes on one thread."""
     say("beside a busy process")
     keys = ["own", *args.urls, "one_thread"]
-    rates: dict[str, dict[bool, list[float]]] = {key: {False: [], True: []} for key in keys}
+    rates: dict[str, dict[bool, list[float | None]]] = {key: {False: [], True: []} for key in keys}
     errors: list[str] = []
     with stacks.serving(args.model, args.port + 1, "--threads", "1") as one_thread:
         urls = [own.url, *args.urls.values(), one_thread.url]
@@ -208,7 +207,7 @@ def measure_neighbour(args: argparse.Namespace, own: stacks.ServeStack) -> dict[
                 for key, server in zip(keys, result["servers"], strict=True):
                     errors += [f"neighbour: {error}" for error in server["errors"]]
                     found = server["output_tok_s"]
-                    rates[key][busy].append(found["median"] if found else math.nan)
+                    rates[key][busy].append(found["median"] if found else None)
     kept = {key: ratios(rates[key][True], rates[key][False]) for key in keys if key != "one_thread"}
     return {
         "kept": kept, "of_one_thread": ratios(rates["own"][True], rates["one_thread"][False]), "errors": errors,
@@ -216,9 +215,8 @@ def measure_neighbour(args: argparse.Namespace, own: stacks.ServeStack) -> dict[
     }  # fmt: skip
 
 
-def ratios(above: list[float], below: list[float]) -> dict[str, float] | None:
-    both = [a / b for a, b in zip(above, below, strict=True)]
-    return bench_stats.spread([None if math.isnan(ratio) else ratio for ratio in both])
+def ratios(above: Sequence[float | None], below: Sequence[float | None]) -> dict[str, float] | None:
+    return bench_stats.spread([None if a is None or not b else a / b for a, b in zip(above, below, strict=True)])
 
 
 def measure_stack(args: argparse.Namespace) -> dict[str, Any]:
@@ -262,7 +260,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.write:
         readme = ROOT / "README.md"
         text = replaced(readme.read_text("utf-8"), found)
-        FOUND.write_text(json.dumps(found, indent=1) + "\n", "utf-8")
+        FOUND.write_text(json.dumps(found, indent=1, allow_nan=False) + "\n", "utf-8")
         readme.write_text(text, "utf-8")
     failed = any(load["errors"] for load in found.get("loads", {}).values())
     return 1 if failed or found.get("neighbour", {}).get("errors") else 0

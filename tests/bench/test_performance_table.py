@@ -117,5 +117,4 @@ def test_numbers_have_three_digits() -> None:
 def test_the_readme_shows_what_was_measured_last() -> None:
     text, measured = (ROOT / "README.md").read_text("utf-8"), Path(__file__).with_name("performance.json")
     assert BEGIN in text and END in text
-    if measured.is_file():
-        assert replaced(text, json.loads(measured.read_text("utf-8"))) == text, "run `make bench`"
+    assert replaced(text, json.loads(measured.read_text("utf-8"))) == text, "run `make bench`"

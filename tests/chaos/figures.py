@@ -7,6 +7,7 @@ Runs the tests of each mode (all, or those whose numbers are given) one after an
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import re
 import subprocess
@@ -14,10 +15,11 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from tests import figures
+from tests.figures import VARIABLE
 
 TREE = Path(__file__).parents[2]
 DOC = TREE / "docs" / "reliability.md"
+FILE = TREE / "build" / "figures.jsonl"  # a line a note, the latest last
 # mode → tests whose notes are its figures: files, or functions in them
 TESTS: dict[int, tuple[str, ...]] = {
     1: ("chaos/test_lost_worker.py::test_killed",
@@ -70,11 +72,12 @@ def main() -> int:
     parser.add_argument("--as-noted", action="store_true", help="run nothing; table what earlier runs have noted")
     args = parser.parse_args()
     if not args.as_noted:
-        figures.FILE.unlink(missing_ok=True)
+        FILE.parent.mkdir(exist_ok=True)
+        FILE.unlink(missing_ok=True)
         tests = sorted({f"tests/{test}" for mode in args.modes for test in TESTS[mode]})
         options = ["-q", "-p", "no:randomly", "--timeout", "300", "-m", "slow or not slow"]
-        status = subprocess.run([sys.executable, "-m", "pytest", *options, *tests], cwd=TREE, check=False).returncode
-        if status:
+        command = [sys.executable, "-m", "pytest", *options, *tests]
+        if subprocess.run(command, cwd=TREE, env=os.environ | {VARIABLE: str(FILE)}, check=False).returncode:
             sys.exit("Some failed, so the table is left as it is (--as-noted writes it all the same).")
     found = {mode: text for mode in args.modes if (text := in_words(notes_of(TESTS[mode])))}
     where = f"{WHERE} {os.cpu_count()} cores with {os.getloadavg()[2]:.0f} processes waiting for them (load average)."
@@ -85,7 +88,7 @@ def main() -> int:
 
 
 def notes_of(tests: Sequence[str]) -> Iterator[dict[str, float]]:
-    for line in figures.noted():
+    for line in map(json.loads, FILE.read_text().splitlines()):
         name = line.pop("test").removeprefix("tests/")
         if any(re.match(re.escape(test) + r"($|::|\[)", name) for test in tests):
             yield line

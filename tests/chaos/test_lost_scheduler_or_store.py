@@ -69,7 +69,8 @@ KINDS: list[MemberKind] = ["scheduler", "store"]
 TWO = {"workers": 2, "schedulers": 2, "stores": 2}
 
 
-@pytest.mark.parametrize("kind", ["scheduler", pytest.param("store", marks=pytest.mark.slow)])
+@pytest.mark.slow  # test_killed_scheduler_or_store.py kills them faster
+@pytest.mark.parametrize("kind", ["scheduler", "store"])
 async def test_killed(kind: MemberKind, play: Play) -> None:
     await play.play(functools.partial(leader_is_killed, kind=kind), **TWO)
 

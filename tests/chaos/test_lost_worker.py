@@ -53,6 +53,7 @@ async def worker_is_cut_off(run: Run, mode: Mode, directions: tuple[str, ...]) -
     await (await run.decoding(at_least=1)).judged()
 
 
+@pytest.mark.slow  # test_killed_worker.py kills one faster
 async def test_killed(play: Play) -> None:
     await play.play(worker_is_killed, workers=2)
 

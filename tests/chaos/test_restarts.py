@@ -40,6 +40,7 @@ async def power_is_cut(run: Run) -> None:
     run.figures["orphans_end_s"] = time.perf_counter() - started
 
 
+@pytest.mark.slow  # test_restarted_all.py does it faster
 async def test_everything_at_once(play: Play) -> None:
     await play.play(power_is_cut, own_redis=True, workers=2)
 

@@ -29,7 +29,7 @@ async def delays_s(client: aiohttp.ClientSession, url: str, name: str, number: i
             await response.content.readuntil(b"\n\n")
             found.append(asyncio.get_running_loop().time() - began)
             await response.read()
-        await asyncio.sleep(0.3)
+        await asyncio.sleep(0.1)
     return sorted(found)
 
 

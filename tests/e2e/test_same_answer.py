@@ -87,7 +87,7 @@ def workers_of(stack: Stack, answers: list[Answer]) -> set[str]:
     return {s.worker for a in answers if (s := stack.state.sequence(f"{a.rid}.0")) is not None}
 
 
-@pytest.mark.parametrize("number", [2, 4, 15])
+@pytest.mark.parametrize("number", [2, 15])
 async def test_in_company(number: int, stack: Stack, alone: list[Answer], connect: Connect) -> None:
     client = connect(stack.url, TIMEOUT_S)
     others = client.begin_all(neighbours(number))

@@ -139,9 +139,12 @@ async def test_a_child_that_is_killed_comes_back_and_no_stream_is_lost(
     undisturbed = await client.ask_all(mixed("load"))
     for name in ("gpu_worker", "scheduler", "cache_store", "redis"):
         victim = serving.children()[name]
+        begun = asyncio.Event()
+        watched = client.begin(plain(f"watched {name}", 40, **USAGE), lambda answer, begun=begun: begun.set())
         answering = client.begin_all(mixed("load"))
-        await asyncio.sleep(0.3)
+        await asyncio.wait_for(begun.wait(), 20)
         victim.kill()
+        (await watched).check()
         for answer, same in zip(await answering, undisturbed, strict=True):
             answer.check()
             assert answer.essence() == same.essence(), name

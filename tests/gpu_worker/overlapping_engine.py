@@ -6,6 +6,7 @@ changes meanwhile, and is not meant to, shows.
 
 from __future__ import annotations
 
+from collections.abc import Container
 from collections.abc import Sequence as Seq
 from dataclasses import replace
 
@@ -53,11 +54,14 @@ class OverlappingScripted:
         self.scripted = scripted
         self.events: list[str] = []
         self.rows: list[list[str]] = []  # whose, of each step
+        self.late: Container[int] = ()  # steps that begin when the one before has ended
         self._last: OverlappingStep | None = None
 
     def begin(self, chunks: Seq[Chunk]) -> OverlappingStep:
         self.rows.append([c.seq.sid for c in chunks])
         self.events.append(f"begin {len(self.rows)}")
+        if self._last is not None and len(self.rows) in self.late:
+            self._last.has_ended = True
         self._last = OverlappingStep(self, len(self.rows), chunks, self._last)
         return self._last
 

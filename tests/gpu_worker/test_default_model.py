@@ -27,8 +27,8 @@ CONTROLS: list[dict[str, Any]] = [
     {"temperature": 1.0, "seed": 7, "logprobs": 2},
     {"temperature": 0.8, "seed": 8, "top_p": 0.95, "repetition_penalty": 1.2},
 ]
-PROMPTS = prompts(33, seed=3, low=20, high=90, vocab_size=49152)
-LONG = prompts(3, seed=4, low=500, high=601, vocab_size=49152)
+PROMPTS = prompts(33, seed=3, low=5, high=70, vocab_size=49152)
+LONG = prompts(1, seed=4, low=540, high=601, vocab_size=49152) + prompts(2, seed=5, low=20, high=90, vocab_size=49152)
 
 
 def model_path() -> Path:
@@ -56,23 +56,19 @@ def engine(request: pytest.FixtureRequest) -> AnyEngine:
     return loaded
 
 
-def test_greedy_tokens_are_llama_cpp_s() -> None:
+@pytest.mark.parametrize("engine", [load_torch], indirect=True)
+def test_greedy_tokens_are_llama_cpp_s(engine: AnyEngine) -> None:
     """Recorded on the file's weights in F32: llama.cpp rounds activations to 8 bits when it computes on Q4_1.
 
     Its ignore_eos bans the tokens that end a text (0 and 2), as min_tokens does here.
     """
     entries = json.loads((DATA / "llama_greedy_f32.json").read_text())
     assert len(entries) == 5
-    runner = Runner(load_torch(model_path(), kv_cache_bytes=1 << 28))
-    for entry in entries:
-        sequence = runner.sequence(entry["prompt_ids"], 64, stop_token_ids=(0, 2), min_tokens=64)
-        runner.run([sequence])
+    runner = Runner(engine)
+    answers = [runner.sequence(e["prompt_ids"], 64, stop_token_ids=(0, 2), min_tokens=64) for e in entries]
+    runner.run(answers)
+    for entry, sequence in zip(entries, answers, strict=True):
         assert sequence.token_ids[sequence.num_prompt_tokens :] == entry["output_ids"], entry["prompt"]
-
-
-def test_weights_take_little_more_memory_than_the_file() -> None:
-    engine = load_native(model_path(), kv_cache_bytes=1 << 20)
-    assert engine.decoder.num_weight_bytes <= 1.15 * model_path().stat().st_size
 
 
 def sequences(runner: Runner, texts: list[list[int]]) -> list[Sequence]:
@@ -95,14 +91,14 @@ def alone(engine: AnyEngine) -> list[list[SampledToken]]:
     return results
 
 
-@pytest.mark.parametrize(("batch", "threads"), [(2, 1), (3, 2), (5, 1), (5, 2), (16, 2), (33, 1), (33, 2)])
+@pytest.mark.parametrize(("batch", "threads"), [(2, 1), (3, 2), (5, 1), (16, 2), (33, 2)])
 def test_batches(engine: AnyEngine, alone: list[list[SampledToken]], batch: int, threads: int) -> None:
     assert run(engine, PROMPTS[:batch], 512, threads, batch) == alone[:batch]
 
 
 def test_prefill_chunks(engine: AnyEngine) -> None:
     whole = run(engine, LONG, 1000, 1, 0)
-    for chunk, threads in ((16, 2), (64, 2), (64, 1), (100, 2), (512, 2)):
+    for chunk, threads in ((16, 2), (64, 1), (100, 2), (512, 2)):
         assert run(engine, LONG, chunk, threads, chunk) == whole, (chunk, threads)
 
 

@@ -76,16 +76,14 @@ def alone(engine: AnyEngine) -> list[list[SampledToken]]:
     return results
 
 
-@pytest.mark.parametrize("threads", [1, 2])
-@pytest.mark.parametrize("batch", [2, 3, 5, 16, 33])
+@pytest.mark.parametrize(("batch", "threads"), [(2, 1), (3, 2), (5, 1), (16, 1), (16, 2), (33, 2)])
 def test_batches(engine: AnyEngine, alone: list[list[SampledToken]], batch: int, threads: int) -> None:
     with engine_threads(engine, threads):
         runner = Runner(engine, seed=batch)
         assert runner.run(sequences(runner, batch)) == alone[:batch]
 
 
-@pytest.mark.parametrize("threads", [1, 2, 3])
-@pytest.mark.parametrize("prefill_chunk", [1, 16, 17, 64, 512])
+@pytest.mark.parametrize(("prefill_chunk", "threads"), [(1, 1), (16, 2), (17, 3), (64, 1), (64, 2), (512, 2), (512, 3)])
 def test_prefill_chunks(engine: AnyEngine, alone: list[list[SampledToken]], prefill_chunk: int, threads: int) -> None:
     """Chunks of different sequences share steps with each other and with decoding rows."""
     with engine_threads(engine, threads):

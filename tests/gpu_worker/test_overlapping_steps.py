@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence as Seq
 from typing import Any
 
 import pytest
 
-from services.gpu_worker.batch import Chunk
 from services.gpu_worker.engine_thread import EngineLoop
 from services.gpu_worker.failures import EngineBroken, OutOfMemory
 from services.gpu_worker.running_set import Change, RunningSet
@@ -17,7 +15,7 @@ from shared.protocol import Outcome
 from shared.wire import decode_as
 from shared.worker_protocol import Cancel, Extend, Preempt
 from tests.gpu_worker.builders import ended, make_admission, make_admit, make_engine, make_running
-from tests.gpu_worker.overlapping_engine import OverlappingScripted, OverlappingStep
+from tests.gpu_worker.overlapping_engine import OverlappingScripted
 from tests.helpers import wait_until_sync
 
 PROMPT = list(b"abcdef")
@@ -88,14 +86,7 @@ def test_steps_one_by_one_where_they_are_not_to_overlap() -> None:
 def test_steps_that_the_engine_had_to_wait_for_are_counted() -> None:
     loop, _, engine = make_loop()
     submit(loop, 0, max_tokens=6)
-    begin = engine.begin
-
-    def begin_late(chunks: Seq[Chunk]) -> OverlappingStep:
-        if len(engine.rows) in (2, 3):
-            loop._in_flight[0].step.has_ended = True  # type: ignore[misc]
-        return begin(chunks)
-
-    engine.begin = begin_late  # type: ignore[method-assign]
+    engine.late = (3, 4)
     run_dry(loop)
     assert (loop.num_gaps, loop.num_steps) == (2, 6)
 
@@ -241,9 +232,9 @@ def test_where_not_even_one_token_fits_the_worker_fails() -> None:
     assert failed.value.blamed == {("r1.0", 1)} and set(running.sequences) == {"r0.0", "r1.0", "r2.0"}
 
 
-def test_an_engine_that_begins_nothing_any_more_is_to_blame() -> None:
+def test_an_engine_that_begins_nothing_any_more_is_to_blame(monkeypatch: pytest.MonkeyPatch) -> None:
     loop, running, engine = make_loop()
-    engine.begin = lambda chunks: 1 / 0  # type: ignore[assignment, method-assign, return-value]
+    monkeypatch.setattr(engine, "begin", lambda chunks: 1 / 0)
     submit(loop, 0)
     with pytest.raises(EngineBroken) as failed:
         run_dry(loop)

@@ -29,7 +29,7 @@ assert apart.divisible == {"q_ptr", "scale_ptr", "num_columns"}
 assert one.constants["num_columns"] == one.constants["x_stride"] == 1
 
 aot.cases = lambda op: (case, CompileCase("wants wgmma", case.call, {"sm_90": "wgmma"}))
-assert aot.main(["scaled_rows", "--targets", "sm_90,gfx942", "--jobs", "1"]) == 1
+assert aot.main(["scaled_rows", "--targets", "sm_90", "--jobs", "1"]) == 1
 """
 
 
@@ -38,7 +38,7 @@ def test_compiles_what_is_launched_and_says_what_is_wrong() -> None:
     done = subprocess.run([sys.executable, "-c", CODE], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     rows = [line for line in done.stdout.splitlines() if "_scale_rows_kernel" in line]
-    assert [row.split()[1] for row in rows] == ["sm_90", "sm_90", "gfx942", "gfx942"]
+    assert [row.split()[1] for row in rows] == ["sm_90", "sm_90"]
     assert all(int(row.split()[2]) > 0 for row in rows)
     assert "wants wgmma  FAILED: wgmma expected, none found" in done.stdout
     assert done.stdout.splitlines()[-1].endswith("1 not as they should be")

@@ -8,7 +8,7 @@ import pytest
 
 from kernels.native import build
 from kernels.native.build import ISAS, NoNativeOps, isas
-from tests.kernels.native_libraries import FOLDER, best_library
+from tests.kernels.native_libraries import FOLDER, library_path
 
 
 @pytest.fixture(autouse=True)
@@ -30,15 +30,23 @@ def test_the_best_instruction_set_comes_first() -> None:
     assert [isa.name for isa in isas("riscv64", frozenset())] == ["portable"]
 
 
-def compile_quickly(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Portable code, which every machine has, without optimisation."""
+@pytest.fixture
+def portable_alone(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only portable code is known, and the compiler has compiled it before."""
+    library, compiler = library_path(ISAS[-1]), tmp_path_factory.mktemp("bin") / "cc"
+    compiler.write_text(
+        "#!/bin/sh\n"
+        'case "$*" in *-mno-such-flag*) echo "error: unknown -mno-such-flag" >&2; exit 1;; esac\n'
+        'while [ "$1" != -o ]; do shift; done\n'
+        f'exec cp "{library}" "$2"\n'
+    )
+    compiler.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{compiler.parent}:/usr/bin:/bin")
+    monkeypatch.setattr(build, "COMPILERS", ("cc",))
     monkeypatch.setattr(build, "ISAS", ISAS[-1:])
-    monkeypatch.setattr(build, "FLAGS", tuple(flag for flag in build.FLAGS if flag != "-O3"))
 
 
-def test_a_library_is_built_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    best_library()  # skips where there is no compiler
-    compile_quickly(monkeypatch)
+def test_a_library_is_built_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, portable_alone: None) -> None:
     said: list[str] = []
     first = build.load(tmp_path / "new", said.append)
     assert first.name == build.library_name(ISAS[-1]) and len(said) == 1 and "Compiling" in said[0]
@@ -76,10 +84,10 @@ def test_a_compiler_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert list((tmp_path / "out").iterdir()) == []
 
 
-def test_a_compiler_that_lacks_the_best_instruction_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_compiler_that_lacks_the_best_instruction_set(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, portable_alone: None
+) -> None:
     """An older one knows no -mavxvnni: the next best is built, not torch chosen."""
-    best_library()
-    compile_quickly(monkeypatch)
     unknown = build.Isa("unknown", "", frozenset(), ("-mno-such-flag",))
     monkeypatch.setattr(build, "ISAS", (unknown, ISAS[-1]))
     said: list[str] = []
@@ -95,17 +103,14 @@ def test_a_folder_for_several_machines(monkeypatch: pytest.MonkeyPatch) -> None:
     assert build.file_name(ISAS[-1]) != here
 
 
-def test_a_damaged_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    best_library()
+def test_a_damaged_library(tmp_path: Path) -> None:
     for isa in ISAS:
         (tmp_path / build.file_name(isa)).write_bytes(b"\x7fELF nonsense")
     with pytest.raises(NoNativeOps, match=r"headrace-.*\.so"):
         build.load(tmp_path, lambda line: None)
 
 
-def test_the_command_builds_for_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    best_library()
-    compile_quickly(monkeypatch)
+def test_the_command_builds_for_this_machine(tmp_path: Path, portable_alone: None) -> None:
     assert build.main([str(tmp_path)]) == 0
     assert [p.name for p in tmp_path.iterdir()] == [build.file_name(ISAS[-1])]
     assert tmp_path != FOLDER

@@ -33,8 +33,8 @@ async def test_the_rule_holds(rule: Rule, any_redis_url: str) -> None:
 
 
 @each_rule
-async def test_the_check_fails_without_the_rule(rule: Rule, any_redis_url: str) -> None:
-    async with world_at(any_redis_url, without(rule)) as world:
+async def test_the_check_fails_without_the_rule(rule: Rule, redis_url: str) -> None:
+    async with world_at(redis_url, without(rule)) as world:
         with pytest.raises(AssertionError):
             await rule.check(world)
 

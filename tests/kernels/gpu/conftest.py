@@ -7,6 +7,7 @@ processes that it starts know nothing of it.
 from __future__ import annotations
 
 import importlib.util
+from typing import Any
 
 import pytest
 import torch
@@ -26,9 +27,9 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "empty", garbage)
 
 
-def garbage(*shape: object, **options: object) -> torch.Tensor:
+def garbage(*shape: Any, **options: Any) -> torch.Tensor:
     """What `torch.empty` gives, but surely of no use: NaN, or a number that nobody has computed."""
-    tensor = empty(*shape, **options)  # type: ignore[call-overload]
+    tensor: torch.Tensor = empty(*shape, **options)
     if tensor.device.type == "meta":
         return tensor
     return tensor.fill_(torch.nan if tensor.is_floating_point() else 85)
