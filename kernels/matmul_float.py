@@ -6,6 +6,7 @@ unless `fast` is given: then the vendor's library multiplies.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -58,6 +59,13 @@ def matmul_float_reference(
 ) -> torch.Tensor:
     y = x.float() @ weight.tensor.float().t()
     return (y if bias is None else y + bias.float()).to(to or x.dtype)
+
+
+def join_floats(weights: Sequence[FloatWeight]) -> FloatWeight:
+    """The rows of all, one after the other. ValueError unless types and columns are equal."""
+    if len({(w.in_features, w.tensor.dtype) for w in weights}) != 1:
+        raise ValueError("join: weights of different types or widths")
+    return FloatWeight(torch.cat([w.tensor for w in weights]))
 
 
 def check_product(

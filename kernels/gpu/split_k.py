@@ -50,9 +50,10 @@ def splits_of(num_rows: int, num_columns: int, unit: int) -> Splits:
     return Splits(triton.cdiv(num_columns, columns), columns)
 
 
-def tile_of(num_tokens: int) -> Tile:
-    tokens = min(128, max(16, triton.next_power_of_2(num_tokens)))
-    return Tile(128, tokens, 8) if tokens == 128 else Tile(64, tokens, 4)
+def tile_of(num_tokens: int, most: int = 128) -> Tile:
+    """most: rows of x that the registers of a program have room for, where it has many rows of W."""
+    tokens = min(most, max(16, triton.next_power_of_2(num_tokens)))
+    return Tile(128, tokens, 8) if num_tokens > most // 2 else Tile(64, tokens, 4)
 
 
 def stages_of(target: Target, stage_bytes: int) -> int:
