@@ -21,6 +21,7 @@ from services import modules
 from shared.settings import SCRIPTED_MODEL, child_environ, current_environ
 from tests.e2e.clients import Connect
 from tests.e2e.load import USAGE, mixed, plain, words
+from tests.e2e.state import State
 from tests.helpers import free_port, wait_until
 
 ERROR = re.compile(r" ERROR |Traceback|Warning: ")
@@ -44,6 +45,10 @@ class Serving:
     @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}"
+
+    @property
+    def redis_socket(self) -> Path:
+        return self.output.parent / "state" / "redis.sock"
 
     @property
     def text(self) -> str:
@@ -120,7 +125,7 @@ async def test_only_the_gateway_listens_and_only_on_loopback(serve: Callable[...
         found = process.net_connections("inet")
         listening |= {c.laddr for c in found if c.status == psutil.CONN_LISTEN or c.type == socket.SOCK_DGRAM}
     assert {tuple(address) for address in listening} == {("127.0.0.1", serving.port)}
-    door = serving.output.parent / "state" / "redis.sock"
+    door = serving.redis_socket
     assert door.stat().st_mode & 0o077 == 0 and door.parent.stat().st_mode & 0o077 == 0
 
 
@@ -136,20 +141,19 @@ async def test_a_child_that_is_killed_comes_back_and_no_stream_is_lost(
     serving = serve("--workers", "2", "--scripted-step-ms", "20")
     await serving.ready()
     client = connect(serving.url)
+    state = State(f"unix://{serving.redis_socket}", SCRIPTED_MODEL)
     undisturbed = await client.ask_all(mixed("load"))
     for name in ("gpu_worker", "scheduler", "cache_store", "redis"):
         victim = serving.children()[name]
-        begun = asyncio.Event()
-        watched = client.begin(plain(f"watched {name}", 40, **USAGE), lambda answer, begun=begun: begun.set())
         answering = client.begin_all(mixed("load"))
-        await asyncio.wait_for(begun.wait(), 20)
+        await wait_until(lambda: len(state.running()) > 10)
         victim.kill()
-        (await watched).check()
         for answer, same in zip(await answering, undisturbed, strict=True):
             answer.check()
             assert answer.essence() == same.essence(), name
         await wait_until(lambda: set(serving.children()) == NAMES)
         assert serving.children()[name].pid != victim.pid
+    state.close()
     text = serving.text
     assert len(re.findall(r"was ended by SIGKILL; next start in", text)) == 4
     await serving.stop(signal.SIGTERM)
