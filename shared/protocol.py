@@ -44,6 +44,7 @@ class SamplingParams(Message):
     stop_token_ids: tuple[TokenId, ...] = Field(default=(), max_length=128)  # EOS included unless ignore_eos
     ignore_eos: bool = False
     logprobs: int | None = Field(default=None, ge=0, le=20)  # how many alternatives beside the drawn token
+    num_speculative_tokens: int | None = Field(default=None, ge=0, le=1 << 24)  # most drafts in a step; None: no limit
 
 
 class TextParams(Message):

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     ByteSize,
     ConfigDict,
@@ -26,6 +27,7 @@ from pydantic import (
 from pydantic.fields import FieldInfo
 
 from shared import crash_points
+from shared import speculative_config as speculation
 from shared.setting_types import (
     Folder,
     ReadableFile,
@@ -208,7 +210,10 @@ class WorkerSettings(Section):
     quantization: Literal["none", "int8", "int4", "fp8"] = _setting(
         "none", "what matrices stored as floats become while they are loaded"
     )
-    speculative_config: Annotated[str, _only("none")] = _setting("none", "speculative decoding")
+    speculative_config: Annotated[str, AfterValidator(speculation.check)] = _setting(
+        speculation.OFF,
+        'speculative decoding: none, or JSON such as {"method": "suffix"}',
+    )
     tensor_parallel_size: Annotated[int, _only(1)] = _setting(1, "GPUs of one worker")
 
 

@@ -27,11 +27,12 @@ from services.gpu_worker.composer import Budget
 from services.gpu_worker.failures import EngineBroken, OutOfMemory, WorkerFailure
 from services.gpu_worker.loops import WorkerLoops
 from services.gpu_worker.model.config import ConfigError
-from services.gpu_worker.probe import measure
+from services.gpu_worker.probe import measure, measure_rows
 from services.gpu_worker.scripted_engine import ScriptedEngine
 from services.gpu_worker.service import WorkerService
+from services.gpu_worker.speculative.speculator import Speculator
 from services.gpu_worker.step_cost import StepCost
-from shared import bootstrap, bus, model_source
+from shared import bootstrap, bus, model_source, speculative_config
 from shared.cores import leaves_one_free, num_cores
 from shared.model_source import ModelSourceError
 from shared.runtime import EXIT_MODEL, Stop, redis_answers
@@ -43,7 +44,7 @@ FLUSH_INTERVAL_S = 0.010
 SHARED_CORES_FLUSH_INTERVAL_S = 0.025  # where compute threads use all cores, and every flush takes from them
 SCRIPTED_MAX_MODEL_LEN = 4096
 
-Loaded = tuple[Engine, Validate, StepCost]
+Loaded = tuple[Engine, Validate, StepCost, Speculator | None]
 
 
 class ModelFailure(Exception):
@@ -61,7 +62,7 @@ async def serve(stop: Stop, common: CommonSettings, own: WorkerSettings, scripte
         return e.STATUS
     if loaded is None:
         return 0
-    engine, validate, cost = loaded
+    engine, validate, cost, speculator = loaded
     clients = [bus.connect(common.redis_address) for _ in range(3)]
     try:
         if not await redis_answers(clients[0], stop, volatile=common.volatile):
@@ -70,7 +71,7 @@ async def serve(stop: Stop, common: CommonSettings, own: WorkerSettings, scripte
             clients[0], common.served_name, engine, validate=validate, name=socket.gethostname(),
             incarnation=common.incarnation, enable_prefix_caching=own.enable_prefix_caching,
             max_step_s=own.max_step_ms / 1000, blocking=clients[1], heartbeat=clients[2], cost=cost,
-            overlap=_has_spare_core(own, engine),
+            overlap=_has_spare_core(own, engine), drafter=speculator,
             capacity=Budget(own.max_num_batched_tokens, own.max_num_seqs, prefill_chunk=own.max_num_batched_tokens),
         )  # fmt: skip
         await WorkerLoops(service, _flush_interval_s(own, engine)).run(stop, common.drain_timeout_s)
@@ -113,7 +114,7 @@ def _load(common: CommonSettings, own: WorkerSettings, scripted: ScriptedSetting
     started = time.monotonic()
     try:
         engine, validate = _scripted(own, scripted) if own.engine == "scripted" else _model(common, own)
-        cost = _measure(engine)
+        cost, speculator = _measure(engine, own)
     except SettingsError:
         raise
     except (ConfigError, ModelSourceError) as e:
@@ -127,12 +128,13 @@ def _load(common: CommonSettings, own: WorkerSettings, scripted: ScriptedSetting
         "%s loaded in %.1f s: context %d, %d KV blocks of %d tokens, variant %s", common.served_name,
         time.monotonic() - started, info.max_model_len, info.num_blocks, info.block_size, info.variant,
     )  # fmt: skip
-    return engine, validate, cost
+    return engine, validate, cost, speculator
 
 
-def _measure(engine: Engine) -> StepCost:
+def _measure(engine: Engine, own: WorkerSettings) -> tuple[StepCost, Speculator | None]:
+    config = speculative_config.parse(own.speculative_config)
     try:
-        return measure(engine)
+        return measure(engine), Speculator(config, measure_rows(engine)) if config else None
     except MemoryError:
         raise
     except Exception as e:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -104,6 +105,18 @@ class Drafter(Protocol):
 
     def draft(self, chunks: Seq[Chunk], most: Seq[int], num_free: int) -> list[tuple[int, ...]]:
         """Drafts for each chunk of a step, at most `most` of each and num_free in all. Does not modify sequences."""
+        ...
+
+    def expects(self, sequences: Iterable[Sequence]) -> bool:
+        """Would there be drafts, if what is being drawn for these were what is expected?"""
+        ...
+
+    def observe(self, chunks: Seq[Chunk], drawn: Seq[Drawn], seconds: float) -> None:
+        """What a step has drawn, and how long it took."""
+        ...
+
+    def forget(self, seq: Sequence) -> None:
+        """It has left."""
         ...
 
 

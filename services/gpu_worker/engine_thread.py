@@ -81,6 +81,7 @@ class EngineLoop:
         self._in_flight: deque[_Begun] = deque()  # at most two, the older one first
         self._watch: _Watch | None = None  # over the older one
         self._ended_at = float("-inf")  # the last step
+        self._is_busy = False  # in the last round there was something to compute
         self._stopping = False
         self._thread: threading.Thread | None = None
 
@@ -104,9 +105,13 @@ class EngineLoop:
 
     def step_once(self) -> bool:
         """Applies what is queued, begins a step and ends the one before; False if there was nothing to do."""
-        num_before = len(self._in_flight)
-        if num_before:
+        had_work = bool(self._in_flight)
+        if had_work:
             self._in_flight[0].step.wait_until_late()
+            with self.lock:
+                needs_tokens = self.running.expects_drafts()
+            if needs_tokens:
+                self._end()
         with self.lock:
             changed = bool(self._queue)
             while self._queue:
@@ -114,11 +119,12 @@ class EngineLoop:
             chunks = self.running.prepare(self.cost.max_prefill_tokens(self._max_step_s), self.limit.num_tokens)
         if chunks:
             self._begin(chunks)
-            self.num_gaps += num_before > 0 and self._in_flight[0].step.has_ended
+            self.num_gaps += len(self._in_flight) > 1 and self._in_flight[0].step.has_ended
         num_left = 1 if chunks and self._in_flight[-1].step.may_be_followed else 0
         while len(self._in_flight) > num_left:
             self._end()
-        return changed or num_before > 0 or bool(chunks)
+        self._is_busy = bool(chunks)
+        return changed or had_work or self._is_busy
 
     def _begin(self, chunks: Seq[Chunk]) -> None:
         step = self._start(chunks)
@@ -165,25 +171,27 @@ class EngineLoop:
             log.warning("a step of %d sequences failed", len(chunks), exc_info=len(chunks) == 1)
             return False
         finally:
-            seconds = self._ended()
+            seconds, interval = self._ended()
         num_drawn = sum(map(len, drawn))
         self.cost.observe(sum(c.count == 1 and c.sample for c in chunks), begun.num_prefill, num_drawn, seconds)
         self.limit.went_well()
         with self.lock:
-            self.running.advance(chunks, drawn)
+            self.running.advance(chunks, drawn, interval)
             self.num_drawn += num_drawn
             self.num_prefilled += begun.num_prefill
         self._on_step(seconds)
         return None
 
-    def _ended(self) -> float:
-        """The oldest step has, well or not; how long it took after it could start."""
+    def _ended(self) -> tuple[float, float]:
+        """The oldest step has, well or not; how long it took after it could start, and after the one before where
+        there was always something to do."""
         begun, now = self._in_flight.popleft(), self._clock()
         seconds = now - max(begun.at, self._ended_at)
+        interval = now - self._ended_at if self._is_busy else seconds
         self._ended_at = now
         self._watch = None
         self.num_steps += 1
-        return seconds
+        return seconds, interval
 
     def _drop(self) -> None:
         """The oldest step, whatever comes of it."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from services.gpu_worker.engine_thread import EngineLoop
+from services.gpu_worker.speculative.speculator import Speculator
 from shared.metrics import ProcessMetrics
 
 SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
@@ -34,6 +35,15 @@ class WorkerMetrics:
             "headrace_worker_events", "Ends by reason, and what was fenced or refused", ["event"],
             registry=self.registry,
         )  # fmt: skip
+        self._drafts = {
+            name: Counter(f"headrace_spec_decode_{name}", text, ["method", *more], registry=self.registry)
+            for name, text, more in (
+                ("num_drafts", "Times that a sequence had drafts in a step", ()),
+                ("num_draft_tokens", "Tokens that were drafted", ()),
+                ("num_accepted_tokens", "Drafts that were right", ()),
+                ("num_accepted_tokens_per_pos", "Drafts that were right, by their place in a draft", ("position",)),
+            )
+        }
         self._seen: dict[str, float] = {}
 
     def _histogram(self, name: str, text: str) -> Histogram:
@@ -44,6 +54,9 @@ class WorkerMetrics:
         with loop.lock:
             running = loop.running
             counts = dict(running.counts)
+            speculator = running.drafter
+            if isinstance(speculator, Speculator):
+                self._observe_drafts(speculator)
             totals: dict[str, float] = {
                 "steps": loop.num_steps,
                 "step_gaps": loop.num_gaps,
@@ -66,6 +79,18 @@ class WorkerMetrics:
             self._totals[name].inc(self._new(name, total))
         for event, count in counts.items():
             self._events.labels(event).inc(self._new(f"event {event}", count))
+
+    def _observe_drafts(self, speculator: Speculator) -> None:
+        method, counts = speculator.method, speculator.counts
+        for name, total in (
+            ("num_drafts", counts.num_drafts),
+            ("num_draft_tokens", counts.num_draft_tokens),
+            ("num_accepted_tokens", counts.accepted.total()),
+        ):
+            self._drafts[name].labels(method).inc(self._new(name, total))
+        for position, total in counts.accepted.items():
+            name = f"accepted at {position}"
+            self._drafts["num_accepted_tokens_per_pos"].labels(method, position).inc(self._new(name, total))
 
     def _new(self, name: str, total: float) -> float:
         increment = total - self._seen.get(name, 0.0)

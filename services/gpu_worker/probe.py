@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 
 from services.gpu_worker.batch import Chunk, Engine, Sequence
+from services.gpu_worker.speculative.row_cost import RowCost
 from services.gpu_worker.step_cost import StepCost
 from shared.protocol import SamplingParams
 
@@ -17,11 +18,29 @@ GREEDY = SamplingParams(max_tokens=1, temperature=0.0, seed=0)
 
 def probe(engine: Engine, block_id: int, num_tokens: int = 1) -> None:
     """One step of num_tokens, which must fit into a block. Raises what the engine raises."""
-    seq = Sequence(
+    engine.step([Chunk(_sequence(block_id, num_tokens), 0, num_tokens, True)])
+
+
+def _sequence(block_id: int, num_tokens: int) -> Sequence:
+    return Sequence(
         sid="probe", epoch=0, choice=0, params=GREEDY, num_prompt_tokens=num_tokens, token_ids=[0] * num_tokens,
         block_ids=[block_id],
     )  # fmt: skip
-    engine.step([Chunk(seq, 0, num_tokens, True)])
+
+
+def measure_rows(engine: Engine, clock: Callable[[], float] = time.monotonic) -> RowCost:
+    """What few rows of a sequence cost, as far as they fit into a block."""
+    cost = RowCost()
+    for num_rows in (1, 2, 4, 8):
+        if num_rows > engine.info.block_size:
+            break
+        seq = _sequence(0, 1)
+        chunk = Chunk(seq, 0, 1, True, tuple(range(1, num_rows)))
+        engine.step([chunk])
+        started = clock()
+        engine.step([chunk])
+        cost.observe(num_rows, clock() - started)
+    return cost
 
 
 def measure(engine: Engine, clock: Callable[[], float] = time.monotonic) -> StepCost:

@@ -73,8 +73,8 @@ class RunningSet:
     start of the process, for metrics."""
 
     def __init__(
-        self, info: EngineInfo, capacity: Budget, validate: Validate, *, enable_prefix_caching: bool = True,
-        drafter: Drafter | None = None,
+        self, info: EngineInfo, capacity: Budget, validate: Validate, drafter: Drafter | None = None, *,
+        enable_prefix_caching: bool = True,
     ) -> None:  # fmt: skip
         self.info = info
         self.sequences: dict[str, Sequence] = {}  # in order of admission
@@ -87,11 +87,11 @@ class RunningSet:
         self.run_term = 0
         self.pool_term = 0
         self.budget = capacity
+        self.drafter = drafter
         self.starved: frozenset[str] = frozenset()
         self._capacity = capacity
         self._validate = validate
         self._seals_blocks = enable_prefix_caching
-        self._drafter = drafter
         self._turn = 0
 
     @property
@@ -104,6 +104,8 @@ class RunningSet:
 
     def reset(self) -> None:
         """A new life: nothing of the old one is valid but the bytes in sealed blocks."""
+        for seq in self.sequences.values():
+            self._forget_guesses(seq)
         self.sequences.clear()
         self.blocks.clear()
         self.ledger.clear()
@@ -258,18 +260,15 @@ class RunningSet:
         chunks = compose(
             ready, budget, block_size=self.info.block_size, max_prefill_tokens=max_prefill_tokens, turn=self._turn
         )
-        if self._drafter is not None:
-            chunks = self._with_drafts(self._drafter, chunks, budget.max_num_batched_tokens)
+        if self.drafter is not None:
+            chunks = self._with_drafts(self.drafter, chunks, budget.max_num_batched_tokens)
         self.begin(chunks)
         return chunks
 
     def _with_drafts(self, drafter: Drafter, chunks: list[Chunk], max_num_tokens: int) -> list[Chunk]:
         """As far as the step has room for them and each sequence has slots, of which one spare block can give more."""
-        num_free = max_num_tokens - sum(c.count for c in chunks)
-        most = [self._most_drafts(c) for c in chunks]
-        if num_free <= 0 or not any(most):
-            return chunks
-        drafts = drafter.draft(chunks, most, num_free)
+        num_free = max(0, max_num_tokens - sum(c.count for c in chunks))
+        drafts = drafter.draft(chunks, [self._most_drafts(c) for c in chunks], num_free)
         with_drafts = [replace(c, draft_ids=ids) if ids else c for c, ids in zip(chunks, drafts, strict=True)]
         for chunk in with_drafts:
             if chunk.start + chunk.num_rows > len(chunk.seq.block_ids) * self.info.block_size:
@@ -284,6 +283,14 @@ class RunningSet:
         num_open = min(seq.params.max_tokens - seq.num_output_tokens, self.info.max_num_tokens - len(seq.token_ids))
         num_blocks = len(seq.block_ids) + (len(self.blocks.spares) > len(self.sequences))
         return max(0, min(num_open - 1, num_blocks * self.info.block_size - end))
+
+    def expects_drafts(self) -> bool:
+        """Would the next step have some, if the tokens of those in flight were known?"""
+        return self.drafter is not None and self.drafter.expects(s for s in self.sequences.values() if s.num_drawing)
+
+    def _forget_guesses(self, seq: Sequence) -> None:
+        if self.drafter is not None:
+            self.drafter.forget(seq)
 
     def begin(self, chunks: Seq[Chunk]) -> None:
         """These are being computed from now on. Only to repeat them after `recall`: `prepare` does it by itself."""
@@ -312,8 +319,11 @@ class RunningSet:
             self.outbox.touch()  # they would not last until the next regular report
         return True
 
-    def advance(self, chunks: Seq[Chunk], drawn: Seq[Drawn]) -> None:
-        """What the oldest step in flight has computed and drawn; sequences that have left are passed over."""
+    def advance(self, chunks: Seq[Chunk], drawn: Seq[Drawn], seconds: float = 0.0) -> None:
+        """What the oldest step in flight has computed and drawn; sequences that have left are passed over. seconds: how
+        long it took, if that is known."""
+        if self.drafter is not None:
+            self.drafter.observe(chunks, drawn, seconds)
         for chunk, tokens in zip(chunks, drawn, strict=True):
             seq = chunk.seq
             if self.sequences.get(seq.sid) is not seq:
@@ -382,6 +392,7 @@ class RunningSet:
 
     def _remove(self, seq: Sequence, reason: str) -> None:
         del self.sequences[seq.sid]
+        self._forget_guesses(seq)
         self.blocks.release(seq.sid, seq.block_ids)
         self._note_end(seq.sid, seq.epoch, reason)
 

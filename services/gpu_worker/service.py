@@ -19,7 +19,7 @@ from collections.abc import Callable, Collection
 from typing import Any
 
 from services.gpu_worker.admission import Validate
-from services.gpu_worker.batch import Engine
+from services.gpu_worker.batch import Drafter, Engine
 from services.gpu_worker.commits import Commit, Place
 from services.gpu_worker.composer import Budget
 from services.gpu_worker.engine_thread import EngineLoop
@@ -50,13 +50,14 @@ class WorkerService:
         self, redis: Any, model: str, engine: Engine, *, capacity: Budget, validate: Validate, name: str = "",
         incarnation: str = "", enable_prefix_caching: bool = True, max_step_s: float = 0.1, blocking: Any = None,
         heartbeat: Any = None, clock: Callable[[], float] = time.monotonic, cost: StepCost | None = None,
-        overlap: bool = True,
+        overlap: bool = True, drafter: Drafter | None = None,
     ) -> None:  # fmt: skip
         self.redis = redis
         self.scripts = Scripts(redis, model)
         self.records = Records(redis, self.scripts.prefix)
         self.metrics = WorkerMetrics()
-        self.running = RunningSet(engine.info, capacity, validate, enable_prefix_caching=enable_prefix_caching)
+        info = engine.info
+        self.running = RunningSet(info, capacity, validate, drafter, enable_prefix_caching=enable_prefix_caching)
         self.engine_loop = EngineLoop(
             engine, self.running, max_step_s=max_step_s, cost=cost, clock=clock, overlap=overlap,
             on_step=self.metrics.step_seconds.observe,
@@ -69,7 +70,6 @@ class WorkerService:
         self.beat_is_due = False  # work has come, whose first step may be long and the last one: shorten the lease
         self._blocking = blocking or redis
         self._beat = Scripts(heartbeat or redis, model)
-        info = engine.info
         self._member = Member(
             kind="worker", incarnation="", name=name, max_model_len=info.max_model_len, num_blocks=info.num_blocks,
             block_size=info.block_size, max_num_seqs=capacity.max_num_seqs, variant=info.variant, device=info.device,

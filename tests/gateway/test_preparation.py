@@ -176,6 +176,7 @@ def test_defaults_are_resolved() -> None:
         "stop_token_ids": (EOS,),
         "ignore_eos": False,
         "logprobs": None,
+        "num_speculative_tokens": None,
     }
 
 

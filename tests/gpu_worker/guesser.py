@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 
-from services.gpu_worker.batch import Chunk, Sequence
+from services.gpu_worker.batch import Chunk, Drawn, Sequence
 from shared import scripted_vocab as vocab
 
 
@@ -16,6 +17,8 @@ class Guesser:
         self.num_drafts = num_drafts
         self.wrong_every = wrong_every
         self.num_drafted = 0
+        self.seconds: list[float] = []
+        self.forgotten: list[str] = []
 
     def draft(self, chunks: Seq[Chunk], most: Seq[int], num_free: int) -> list[tuple[int, ...]]:
         drafts = []
@@ -25,6 +28,15 @@ class Guesser:
             drafts.append(self._guess(chunk.seq, count))
             self.num_drafted += count
         return drafts
+
+    def expects(self, sequences: Iterable[Sequence]) -> bool:
+        return any(True for _ in sequences) and self.num_drafts > 0
+
+    def observe(self, chunks: Seq[Chunk], drawn: Seq[Drawn], seconds: float) -> None:
+        self.seconds.append(seconds)
+
+    def forget(self, seq: Sequence) -> None:
+        self.forgotten.append(seq.sid)
 
     def _guess(self, seq: Sequence, count: int) -> tuple[int, ...]:
         seed, choice = (seq.params.seed, seq.choice) if seq.params.temperature > 0 else (0, 0)

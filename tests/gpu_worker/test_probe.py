@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from services.gpu_worker.probe import measure, probe
+from services.gpu_worker.probe import measure, measure_rows, probe
 from services.gpu_worker.scripted_engine import ScriptedEngine
 from services.gpu_worker.step_cost import FIRST_HANG_S
 
@@ -24,3 +24,17 @@ def test_a_new_engine_is_measured_before_anybody_waits_for_it() -> None:
 def test_a_probe_raises_what_the_engine_raises() -> None:
     with pytest.raises(Exception, match="not in the pool"):
         probe(ScriptedEngine(num_blocks=4), block_id=4)
+
+
+@pytest.mark.parametrize(("block_size", "most"), [(16, 8), (8, 8), (4, 4), (1, 1)])
+def test_rows_are_measured_as_far_as_they_fit_into_a_block(block_size: int, most: int) -> None:
+    now, slept = [0.0], []
+
+    def sleep(seconds: float) -> None:
+        slept.append(seconds)
+        now[0] += seconds * (10 if len(slept) % 2 else 1)
+
+    engine = ScriptedEngine(num_blocks=4, block_size=block_size, step_s=0.5, token_s=0.25, sleep=sleep)
+    cost = measure_rows(engine, lambda: now[0])
+    assert cost.relative(most) / cost.relative(1) == pytest.approx((0.5 + 0.25 * (most - 1)) / 0.5)
+    assert cost.relative(2 * most) == cost.relative(most)

@@ -56,7 +56,7 @@ def test_folders_know_the_home_folder() -> None:
         (WorkerSettings, "TENSOR_PARALLEL_SIZE", "2", "tensor_parallel_size: 2 is not supported yet, only 1"),
         (WorkerSettings, "DEVICE", "tpu", "device: should be 'auto', 'cpu' or 'cuda', not 'tpu'"),
         (WorkerSettings, "QUANTIZATION", "awq", "quantization: should be 'none', 'int8', 'int4' or 'fp8', not 'awq'"),
-        (WorkerSettings, "SPECULATIVE_CONFIG", "{}", "speculative_config: {} is not supported yet, only none"),
+        (WorkerSettings, "SPECULATIVE_CONFIG", "{}", "speculative_config: method: is missing, not '{}'"),
         (WorkerSettings, "KV_CACHE_DTYPE", "fp8", "kv_cache_dtype: should be 'auto', 'float32', 'float16'"),
         (WorkerSettings, "MAX_NUM_SEQS", "0", "max_num_seqs: should be greater than or equal to 1, not '0'"),
         (WorkerSettings, "MAX_NUM_SEQS", "many", "max_num_seqs: should be a valid integer"),

@@ -1,0 +1,35 @@
+"""Drafts by n-gram lookup: what followed the last n tokens where they stood before. *Pure.*
+
+The longest n between prompt_lookup_min and prompt_lookup_max for which there is such a place, and the latest place. As
+prompt lookup in vLLM and transformers.
+"""
+
+from __future__ import annotations
+
+from services.gpu_worker.speculative.proposer import NOTHING, Proposal, going_on
+
+
+class NgramProposer:
+    def __init__(self, shortest: int, longest: int) -> None:
+        self.max_strength = longest
+        self._text: list[int] = []
+        self._ends: dict[int, dict[tuple[int, ...], int]] = {n: {} for n in range(longest, shortest - 1, -1)}
+        self._source = 0  # what may come next stands there, after `_length` equal tokens
+        self._length = 0
+
+    def append(self, token_id: int) -> None:
+        text = self._text
+        text.append(token_id)
+        self._length = 0
+        for n, ends in self._ends.items():
+            if len(text) < n:
+                continue
+            gram, end = tuple(text[-n:]), len(text)
+            if self._length == 0 and gram in ends:
+                self._source, self._length = ends[gram], n
+            ends[gram] = end
+
+    def propose(self, most: int) -> Proposal:
+        if self._length == 0 or most < 1:
+            return NOTHING
+        return Proposal(going_on(self._text, self._source, most), self._length)

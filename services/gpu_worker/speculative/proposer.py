@@ -1,0 +1,37 @@
+"""What a source of drafts is: it reads a sequence's text token by token and says how that may go on. *Pure.*"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+
+@dataclass(frozen=True, slots=True)
+class Proposal:
+    """Drafts, best guess first to last. strength: how much speaks for the first; one more for each that follows."""
+
+    ids: tuple[int, ...] = ()
+    strength: int = 0
+
+
+NOTHING = Proposal()
+
+
+def going_on(text: list[int], source: int, count: int) -> tuple[int, ...]:
+    """count tokens from source on; where the text ends, as if it repeated from there."""
+    ids = text[source : source + count]
+    while len(ids) < count:
+        ids += ids[: count - len(ids)]
+    return tuple(ids)
+
+
+class Proposer(Protocol):
+    """One a sequence. `append` every token, prompt first; memory grows with the text by a constant a token."""
+
+    max_strength: int
+
+    def append(self, token_id: int) -> None: ...
+
+    def propose(self, most: int) -> Proposal:
+        """At most so many drafts of what comes next."""
+        ...

@@ -1,0 +1,72 @@
+"""What `--speculative-config` says: JSON with vLLM's names. *Pure.*"""
+
+from __future__ import annotations
+
+import json
+from typing import Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+OFF = "none"
+NOT_YET = ("draft_model", "medusa", "eagle", "eagle3", "auto")
+MAX_SPECULATIVE_TOKENS = 64
+
+
+class SpeculativeConfig(BaseModel):
+    """num_speculative_tokens: most drafts of a sequence in a step. prompt_lookup_min, prompt_lookup_max: of `ngram`,
+    how many tokens must stand before."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+    method: Literal["ngram", "suffix"]
+    num_speculative_tokens: int = Field(default=16, ge=1, le=MAX_SPECULATIVE_TOKENS)
+    prompt_lookup_min: int = Field(default=2, ge=1, le=16)
+    prompt_lookup_max: int = Field(default=5, ge=1, le=16)
+
+    @model_validator(mode="after")
+    def _ordered(self) -> Self:
+        if self.prompt_lookup_min > self.prompt_lookup_max:
+            raise ValueError(f"prompt_lookup_min: {self.prompt_lookup_min} is more than prompt_lookup_max")
+        return self
+
+    @model_validator(mode="before")
+    @classmethod
+    def _known(cls, fields: Any) -> Any:
+        if fields.get("method") in NOT_YET:
+            raise ValueError(f"method: {fields['method']} is not supported yet, only ngram and suffix")
+        if fields.get("method") != "ngram":
+            for name in ("prompt_lookup_min", "prompt_lookup_max"):
+                if name in fields:
+                    raise ValueError(f"{name}: only the method ngram has it")
+        return fields
+
+
+def parse(text: str) -> SpeculativeConfig | None:
+    """None for "none". ValueError names the key that is wrong."""
+    if text == OFF:
+        return None
+    try:
+        fields = json.loads(text)
+    except ValueError:
+        fields = None
+    if not isinstance(fields, dict):
+        raise ValueError(f'must be {OFF} or a JSON object like {{"method": "suffix"}}')
+    try:
+        return SpeculativeConfig.model_validate(fields)
+    except ValidationError as e:
+        raise ValueError(_sentence(e)) from None
+
+
+def check(text: str) -> str:
+    parse(text)
+    return text
+
+
+def _sentence(error: ValidationError) -> str:
+    first = error.errors(include_url=False, include_context=False)[0]
+    name = str(first["loc"][0]) if first["loc"] else ""
+    if first["type"] == "extra_forbidden":
+        return f"{name}: unknown key (known: {', '.join(SpeculativeConfig.model_fields)})"
+    if first["type"] == "missing":
+        return f"{name}: is missing"
+    message = first["msg"].removeprefix("Value error, ").removeprefix("Input ")
+    return f"{name}: {message}" if name else message

@@ -1,0 +1,50 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import product
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from services.gpu_worker.speculative.choice import choose_lengths
+
+
+def linear(fixed: float) -> Callable[[int], float]:
+    return lambda num_rows: fixed + num_rows
+
+
+chances = st.lists(st.floats(0, 1), max_size=3).map(lambda own: [_product(own[: i + 1]) for i in range(len(own))])
+
+
+def _product(values: list[float]) -> float:
+    result = 1.0
+    for value in values:
+        result *= value
+    return result
+
+
+@given(st.lists(chances, min_size=1, max_size=4), st.floats(0.0, 20.0), st.integers(0, 12))
+def test_nothing_else_would_make_more_tokens_a_second(
+    survivals: list[list[float]], fixed: float, num_free: int
+) -> None:
+    cost, count = linear(fixed), len(survivals)
+
+    def rate(lengths: tuple[int, ...]) -> float:
+        expected = count + sum(sum(own[:n]) for own, n in zip(survivals, lengths, strict=True))
+        return expected / cost(count + sum(lengths))
+
+    got = choose_lengths(survivals, count, count, num_free, cost)
+    every = [ls for ls in product(*(range(len(own) + 1) for own in survivals)) if sum(ls) <= num_free]
+    assert sum(got) <= num_free and rate(tuple(got)) == pytest.approx(max(map(rate, every)))
+
+
+def test_free_rows_take_every_draft_and_dear_ones_none() -> None:
+    own = [[0.5, 0.25], [0.1]]
+    assert choose_lengths(own, 2, 2, 100, lambda rows: 1.0) == [2, 1]
+    assert choose_lengths(own, 2, 2, 100, lambda rows: float(rows)) == [0, 0]
+
+
+def test_a_step_that_jumps_in_cost_is_filled_or_left() -> None:
+    """Rows in pairs: the second of a pair costs nothing."""
+    assert choose_lengths([[0.9, 0.8, 0.7, 0.6]], 1, 1, 9, lambda rows: 2.0 + (rows + 1) // 2) == [3]

@@ -1,0 +1,190 @@
+"""Control over whole answers, simulated: text is given, steps cost what a function of their rows says."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from services.gpu_worker.batch import Chunk, SampledToken, Sequence
+from services.gpu_worker.speculative.row_cost import KEPT_STEPS, RowCost
+from services.gpu_worker.speculative.speculator import READ_TOKENS, Speculator
+from shared.speculative_config import SpeculativeConfig
+from tests.gpu_worker.builders import make_params
+
+SUFFIX = SpeculativeConfig(method="suffix", num_speculative_tokens=16)
+NGRAM = SpeculativeConfig(method="ngram", num_speculative_tokens=16)
+
+
+def few_rows_are_cheap(num_rows: int) -> float:
+    """As of a decoder on a CPU: the first rows share the reading of weights, further ones are computed."""
+    return 0.006 * (1.0 if num_rows <= 1 else 1.0 + 0.25 * (num_rows - 1))
+
+
+def make_sequence(prompt: list[int], number: int = 0, **params: object) -> Sequence:
+    return Sequence(
+        sid=f"r{number}.0", epoch=1, choice=0, params=make_params(max_tokens=10_000, **params),
+        num_prompt_tokens=len(prompt), token_ids=list(prompt), block_ids=[], num_computed=len(prompt) - 1,
+    )  # fmt: skip
+
+
+class Simulation:
+    """What each sequence draws is known; it only takes more or fewer steps."""
+
+    def __init__(self, speculator: Speculator, seconds: Callable[[int], float] = few_rows_are_cheap) -> None:
+        self.speculator = speculator
+        self.seconds = seconds
+        self.wall_s = 0.0
+        self.num_steps = 0
+        self.num_draft_rows = 0
+
+    def run(self, sequences: list[Sequence], answers: list[list[int]]) -> float:
+        """Until all have drawn their answers; tokens a second, against those without drafts."""
+        left = {id(s): list(answer) for s, answer in zip(sequences, answers, strict=True)}
+        without_s = 0.0
+        for n in range(max(map(len, answers))):
+            without_s += self.seconds(sum(len(answer) > n for answer in answers))
+        before_s = self.wall_s
+        while unfinished := [s for s in sequences if left[id(s)]]:
+            self.step([Chunk(s, len(s.token_ids) - 1, 1, True) for s in unfinished], left)
+        for seq in sequences:
+            self.speculator.forget(seq)
+        return without_s / (self.wall_s - before_s)
+
+    def step(self, chunks: list[Chunk], left: dict[int, list[int]]) -> None:
+        most = [len(left[id(c.seq)]) - 1 for c in chunks]
+        drafts = self.speculator.draft(chunks, most, 256)
+        chunks = [replace(c, draft_ids=ids) for c, ids in zip(chunks, drafts, strict=True)]
+        drawn = []
+        for chunk in chunks:
+            own, count = left[id(chunk.seq)], 1
+            while count <= len(chunk.draft_ids) and chunk.draft_ids[count - 1] == own[count - 1]:
+                count += 1
+            drawn.append(own[:count])
+            del own[:count]
+        num_rows = sum(c.num_rows for c in chunks)
+        self.num_draft_rows += num_rows - len(chunks)
+        self.num_steps += 1
+        self.wall_s += self.seconds(num_rows)
+        self.speculator.observe(chunks, [tuple(map(SampledToken, ids)) for ids in drawn], self.seconds(num_rows))
+        for chunk, ids in zip(chunks, drawn, strict=True):
+            chunk.seq.token_ids += ids
+
+
+def words(rng: random.Random, count: int, vocabulary: int = 20_000) -> list[int]:
+    return [rng.randrange(vocabulary) for _ in range(count)]
+
+
+@pytest.mark.parametrize("config", [SUFFIX, NGRAM], ids=["suffix", "ngram"])
+def test_a_copy_is_drafted_long(config: SpeculativeConfig) -> None:
+    simulation, rng = Simulation(Speculator(config)), random.Random(1)
+    ratios = []
+    for number in range(4):
+        text = words(rng, 300)
+        ratios.append(simulation.run([make_sequence(text, number)], [text]))
+    assert ratios[0] > 2.0 and ratios[-1] > 2.7
+    assert simulation.num_draft_rows / simulation.num_steps > 8
+
+
+@pytest.mark.parametrize("config", [SUFFIX, NGRAM], ids=["suffix", "ngram"])
+@pytest.mark.parametrize("num_sequences", [1, 16])
+def test_text_that_repeats_by_chance_alone_costs_next_to_nothing(config: SpeculativeConfig, num_sequences: int) -> None:
+    """So few words that matches of one or two are everywhere, and never right more often than chance."""
+    simulation, rng = Simulation(Speculator(config)), random.Random(2)
+    sequences = [make_sequence(words(rng, 200, 60), n) for n in range(num_sequences)]
+    ratio = simulation.run(sequences, [words(rng, 800, 60) for _ in sequences])
+    assert ratio > 0.98
+    assert simulation.num_draft_rows / simulation.num_steps < 0.1 * num_sequences
+
+
+def test_where_rows_cost_as_much_as_steps_nothing_is_drafted_even_of_a_copy() -> None:
+    """As of a batch that fills the machine; what rows cost is tried again now and then."""
+    simulation = Simulation(Speculator(SUFFIX), lambda num_rows: 0.001 * num_rows**1.1)
+    text = words(random.Random(3), 2000)
+    ratio = simulation.run([make_sequence(text)], [text])
+    assert ratio > 0.97 and 0 < simulation.num_draft_rows < 0.1 * simulation.num_steps
+
+
+def test_a_machine_on_which_rows_have_become_dear_or_cheap_is_noticed() -> None:
+    """At the latest when what other steps cost has been forgotten."""
+    text = words(random.Random(4), 1500)
+    simulation = Simulation(Speculator(SUFFIX))
+    drafted = []
+    for seconds in (few_rows_are_cheap, lambda num_rows: 0.006 * num_rows**1.1, few_rows_are_cheap):
+        simulation.seconds, simulation.num_steps = seconds, 0
+        while simulation.num_steps < KEPT_STEPS + 100:
+            simulation.run([make_sequence(text)], [text])
+        simulation.num_draft_rows = simulation.num_steps = 0
+        simulation.run([make_sequence(text)], [text])
+        drafted.append(simulation.num_draft_rows / simulation.num_steps)
+    assert drafted[0] > 8 and drafted[1] < 1 and drafted[2] > 8
+
+
+def test_in_a_batch_drafts_go_to_those_that_copy() -> None:
+    simulation, rng = Simulation(Speculator(SUFFIX)), random.Random(5)
+    text = words(rng, 400)
+    sequences = [make_sequence(text, 0), *(make_sequence(words(rng, 400, 60), n) for n in range(1, 4))]
+    answers = [list(text), *(words(rng, 400, 60) for _ in range(3))]
+    drafted: dict[str, int] = {}
+    observe = simulation.speculator.observe
+
+    def count(chunks: list[Chunk], *args: object) -> None:
+        for chunk in chunks:
+            drafted[chunk.seq.sid] = drafted.get(chunk.seq.sid, 0) + len(chunk.draft_ids)
+        observe(chunks, *args)  # type: ignore[arg-type]
+
+    simulation.speculator.observe = count  # type: ignore[assignment, method-assign]
+    simulation.run(sequences, answers)
+    assert drafted["r0.0"] > 200 and sum(drafted.values()) - drafted["r0.0"] < 100
+
+
+@pytest.mark.parametrize("asked", [0, 2])
+def test_a_request_can_only_lower_how_many(asked: int) -> None:
+    speculator = Speculator(SpeculativeConfig(method="suffix", num_speculative_tokens=5))
+    text = words(random.Random(6), 50)
+    low, high = (
+        make_sequence(text + text[:20], 0, num_speculative_tokens=asked),
+        make_sequence(text + text[:20], 1, num_speculative_tokens=40),
+    )
+    drafts = speculator.draft([Chunk(s, 69, 1, True) for s in (low, high)], [30, 30], 100)
+    assert [len(ids) for ids in drafts] == [asked, 5] and drafts[1] == tuple(text[20:25])
+
+
+def test_long_prompts_are_read_over_several_steps() -> None:
+    speculator = Speculator(SUFFIX)
+    text = words(random.Random(7), READ_TOKENS)
+    seq = make_sequence(text + text[:20])
+    chunk = Chunk(seq, len(seq.token_ids) - 1, 1, True)
+    assert speculator.draft([chunk], [8], 100) == [()]
+    assert speculator.draft([chunk], [8], 100) == [tuple(text[20:28])]
+
+
+def test_what_is_expected_of_a_token_that_is_not_known() -> None:
+    text = words(random.Random(8), 60)
+    speculator = Speculator(SUFFIX, cost=RowCost())
+    assert speculator.expects([make_sequence(text + text[:20], 0)])
+    assert not speculator.expects(
+        [make_sequence(text, 1), make_sequence(text[:9] + text[:3], 2, num_speculative_tokens=0)]
+    )
+    assert not speculator.expects([])
+
+
+def test_counts_by_position() -> None:
+    speculator = Speculator(SUFFIX)
+    seq = make_sequence([1, 2, 3])
+    chunks = [Chunk(seq, 2, 1, True, (4, 5, 6)), Chunk(seq, 2, 1, True, (4,)), Chunk(seq, 2, 1, True)]
+    drawn = [tuple(map(SampledToken, ids)) for ids in ((4, 5, 9), (4, 8), (4,))]
+    speculator.observe(chunks, drawn, 0.01)
+    counts = speculator.counts
+    assert (counts.num_drafts, counts.num_draft_tokens, counts.accepted) == (2, 4, {0: 2, 1: 1})
+
+
+def test_one_that_left_is_forgotten_and_a_new_life_begins_anew() -> None:
+    speculator = Speculator(SUFFIX)
+    old, new = make_sequence([1, 2, 3, 1, 2], 0), make_sequence([7, 8, 9, 7, 8], 0)
+    assert speculator.draft([Chunk(old, 4, 1, True)], [1], 9) == [(3,)]
+    assert speculator.draft([Chunk(new, 4, 1, True)], [1], 9) == [(9,)]  # the same name, another place
+    speculator.forget(new)
+    assert not speculator._guided

@@ -1,0 +1,36 @@
+from __future__ import annotations
+
+import pytest
+
+from shared.speculative_config import SpeculativeConfig, parse
+
+
+def test_methods_and_their_defaults() -> None:
+    assert parse("none") is None
+    assert parse('{"method": "suffix"}') == SpeculativeConfig(method="suffix", num_speculative_tokens=16)
+    got = parse('{"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 4}')
+    assert got is not None and (got.num_speculative_tokens, got.prompt_lookup_min, got.prompt_lookup_max) == (3, 1, 4)
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("suffix", "must be none or a JSON object like"),
+        ("[]", "must be none or a JSON object like"),
+        ("", "must be none or a JSON object like"),
+        ("{}", "method: is missing"),
+        ('{"method": "eagle"}', "method: eagle is not supported yet, only ngram and suffix"),
+        ('{"method": "magic"}', "method: should be 'ngram' or 'suffix'"),
+        ('{"method": 3}', "method: should be 'ngram' or 'suffix'"),
+        ('{"method": "suffix", "model": "x"}', "model: unknown key (known: method, num_speculative_tokens, "),
+        ('{"method": "suffix", "prompt_lookup_max": 3}', "prompt_lookup_max: only the method ngram has it"),
+        ('{"method": "suffix", "num_speculative_tokens": 0}', "num_speculative_tokens: should be greater than"),
+        ('{"method": "suffix", "num_speculative_tokens": 65}', "num_speculative_tokens: should be less than"),
+        ('{"method": "suffix", "num_speculative_tokens": "8"}', "num_speculative_tokens: should be a valid integer"),
+        ('{"method": "ngram", "prompt_lookup_min": 6}', "prompt_lookup_min: 6 is more than prompt_lookup_max"),
+    ],
+)
+def test_what_is_wrong_is_named(text: str, reason: str) -> None:
+    with pytest.raises(ValueError) as error:
+        parse(text)
+    assert str(error.value).startswith(reason)
