@@ -16,12 +16,31 @@ from pydantic import Field
 from shared.wire import Message, ProtocolError, pack_ids, row, unpack_ids
 
 MAX_CHOICES = 128
+MAX_GRAMMAR_CHARS = 1 << 18
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 TokenId = Annotated[int, Field(ge=0, lt=1 << 32)]
 
 
 # --- a request ---------------------------------------------------------------------------------------------------
+
+
+class Constraint(Message):
+    """What an answer must be. grammar: in llguidance's Lark dialect; json_text: it says JSON, so that runs of digits
+    outside of strings are bounded, which no schema does.
+
+    think_end: the text that ends the model's reasoning, empty if there is none; the grammar holds behind it. The answer
+    begins with reasoning if think_start_ids is empty, else if it begins with those; think_budget tokens of it are the
+    most, then think_end_ids follow.
+    """
+
+    TAG: ClassVar[str] = "constraint"
+    grammar: str = Field(default="", max_length=MAX_GRAMMAR_CHARS)
+    json_text: bool = False
+    think_start_ids: tuple[TokenId, ...] = Field(default=(), max_length=64)
+    think_end: str = Field(default="", max_length=256)
+    think_end_ids: tuple[TokenId, ...] = Field(default=(), max_length=64)
+    think_budget: int | None = Field(default=None, ge=0, le=1 << 24)
 
 
 class SamplingParams(Message):
@@ -45,6 +64,7 @@ class SamplingParams(Message):
     ignore_eos: bool = False
     logprobs: int | None = Field(default=None, ge=0, le=20)  # how many alternatives beside the drawn token
     num_speculative_tokens: int | None = Field(default=None, ge=0, le=1 << 24)  # most drafts in a step; None: no limit
+    constraint: Constraint | None = None
 
 
 class TextParams(Message):

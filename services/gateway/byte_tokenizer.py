@@ -9,8 +9,9 @@ import tokenizers
 from tokenizers import AddedToken, models, pre_tokenizers
 
 from services.gateway.tokenization import Tokenizer
-from services.gateway.tokenizer_parts import BYTE_OF_CHAR, TokenizerParts
+from services.gateway.tokenizer_parts import TokenizerParts
 from shared import scripted_vocab as vocab
+from shared.vocabulary import BYTE_OF_CHAR, scripted_vocabulary
 
 # What a message says stands at the prompt's end, so that an order to the engine can be given in a chat too.
 CHAT_TEMPLATE = (
@@ -22,15 +23,13 @@ CHAT_TEMPLATE = (
 def byte_tokenizer() -> Tokenizer:
     texts = {id: text for text, id in vocab.SPECIAL_TOKENS.items()}
 
-    def token_bytes(token_id: int) -> bytes:
-        return texts[token_id].encode() if token_id in texts else bytes([token_id])
-
+    tokens = scripted_vocabulary().tokens
     backend = tokenizers.Tokenizer(models.BPE(vocab=BYTE_OF_CHAR | vocab.SPECIAL_TOKENS, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in vocab.SPECIAL_TOKENS])
     parts = TokenizerParts(
         backend=backend,
-        token_bytes=token_bytes,
+        token_bytes=tokens.__getitem__,
         vocab_size=vocab.VOCAB_SIZE,
         special_token_ids=frozenset(texts),
         eos_token_ids=(vocab.EOS,),

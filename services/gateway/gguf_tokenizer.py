@@ -10,7 +10,17 @@ from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 
-from services.gateway.tokenizer_parts import BYTE_OF_CHAR, TokenizerError, TokenizerParts, byte_level_bytes
+from services.gateway.tokenizer_parts import TokenizerError, TokenizerParts
+from shared.vocabulary import (
+    BYTE_OF_CHAR,
+    CONTROL,
+    END_TEXTS,
+    UNKNOWN,
+    USER_DEFINED,
+    VocabularyError,
+    gguf_token_bytes,
+    gguf_token_types,
+)
 
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _CONTRACTIONS = r"(?:'[sS]|'[tT]|'[rR][eE]|'[vV][eE]|'[mM]|'[lL][lL]|'[dD])"
@@ -43,12 +53,6 @@ SPLITS: dict[str, tuple[str, ...]] = {
 # Those that take a whole piece that is in the vocabulary as it is, and whose models want BOS unless the file says no.
 _WHOLE_PIECES = frozenset(("llama3", "llama-v3", "llama-bpe", "falcon3", "lfm2", "tekken"))
 
-_UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4  # token types
-# Files name one end token at most, while chat models end a turn with others; llama.cpp knows them by their text.
-_END_TEXTS = (
-    "<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|eom_id|>", "<EOT>", "_<EOT>",
-    "<|end_of_text|>", "<end_of_utterance>", "</s>", "<eos>",
-)  # fmt: skip
 _DROPPED = "\x00no token\x00"  # stands for bytes without a token; byte-level text has no such character
 
 
@@ -63,25 +67,23 @@ def build(metadata: dict[str, Any]) -> TokenizerParts:
     if name not in SPLITS:
         raise TokenizerError(f"the GGUF file has an unknown pre-tokenizer {name!r} (known: {', '.join(SPLITS)})")
     tokens: list[str] = metadata["tokenizer.ggml.tokens"]
-    types = _types(metadata, tokens)
+    try:
+        types = gguf_token_types(metadata)
+    except VocabularyError as e:
+        raise TokenizerError(str(e)) from e
+    token_bytes = gguf_token_bytes(metadata, types)
     id_of = {token: i for i, token in enumerate(tokens)}
     if len(id_of) != len(tokens):
         raise TokenizerError("the GGUF file's vocabulary has two equal tokens")
-    whole = {i for i, kind in enumerate(types) if kind in (_UNKNOWN, _CONTROL, _USER_DEFINED)}
-
-    def token_bytes(token_id: int) -> bytes:
-        token = tokens[token_id]
-        return token.encode("utf-8") if token_id in whole else byte_level_bytes(token)
-
     bos, eos = _special_id(metadata, "bos", tokens), _special_id(metadata, "eos", tokens)
-    ends = [eos, *(_special_id(metadata, end, tokens) for end in ("eot", "eom")), *map(id_of.get, _END_TEXTS)]
+    ends = [eos, *(_special_id(metadata, end, tokens) for end in ("eot", "eom")), *map(id_of.get, END_TEXTS)]
     add_bos = metadata.get("tokenizer.ggml.add_bos_token", name in _WHOLE_PIECES)
     add_eos = metadata.get("tokenizer.ggml.add_eos_token", False)
     return TokenizerParts(
         backend=_backend(metadata, tokens, types, name),
-        token_bytes=token_bytes,
+        token_bytes=token_bytes.__getitem__,
         vocab_size=len(tokens),
-        special_token_ids=frozenset(i for i, kind in enumerate(types) if kind in (_UNKNOWN, _CONTROL)),
+        special_token_ids=frozenset(i for i, kind in enumerate(types) if kind in (UNKNOWN, CONTROL)),
         eos_token_ids=tuple(dict.fromkeys(i for i in ends if i is not None)),
         bos_token_id=bos,
         prefix_ids=(bos,) if add_bos and bos is not None else (),
@@ -90,15 +92,6 @@ def build(metadata: dict[str, Any]) -> TokenizerParts:
         template_tokens=_template_tokens(metadata, tokens),
         max_model_len=metadata.get(f"{metadata.get('general.architecture')}.context_length"),
     )
-
-
-def _types(metadata: dict[str, Any], tokens: list[str]) -> list[int]:
-    """Token types; an end-of-turn text is a control token even where a converter forgot to say so."""
-    types = list(metadata.get("tokenizer.ggml.token_type") or [1] * len(tokens))
-    if len(types) != len(tokens):
-        raise TokenizerError("the GGUF file has not one token type a token")
-    ends = frozenset(_END_TEXTS)
-    return [_CONTROL if token in ends else kind for token, kind in zip(tokens, types, strict=True)]
 
 
 def _backend(metadata: dict[str, Any], tokens: list[str], types: list[int], name: str) -> Tokenizer:
@@ -122,9 +115,9 @@ def _backend(metadata: dict[str, Any], tokens: list[str], types: list[int], name
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.pre_tokenizer = pre_tokenizers.Sequence([*splits, byte_level])
     backend.decoder = decoders.ByteLevel()
-    added = [(token, kind) for token, kind in zip(tokens, types, strict=True) if kind in (_UNKNOWN, _CONTROL)]
+    added = [(token, kind) for token, kind in zip(tokens, types, strict=True) if kind in (UNKNOWN, CONTROL)]
     backend.add_special_tokens([AddedToken(token, special=True, normalized=False) for token, _ in added])
-    user = [token for token, kind in zip(tokens, types, strict=True) if kind == _USER_DEFINED]
+    user = [token for token, kind in zip(tokens, types, strict=True) if kind == USER_DEFINED]
     backend.add_tokens([AddedToken(token, special=False, normalized=False) for token in user])
     return backend
 

@@ -7,17 +7,15 @@ SentencePiece-style tokenizers are known, by their decoder; others are refused.
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer
 
-from services.gateway.tokenizer_parts import TokenizerError, TokenizerParts, byte_level_bytes
+from services.gateway.tokenizer_parts import TokenizerError, TokenizerParts
+from shared.vocabulary import VocabularyError, hf_token_bytes, piece_decoder
 
 MAX_FILE_BYTES = 1 << 28
-_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _TEMPLATE_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 
 
@@ -29,12 +27,15 @@ def build(folder: Path) -> TokenizerParts:
     named = {name: text for name in _TEMPLATE_TOKENS if (text := _token_text(config.get(name)))}
     bos = backend.token_to_id(named["bos_token"]) if "bos_token" in named else None
     added = backend.get_added_tokens_decoder()
-    piece_bytes, strips_first_space = _piece_decoder(backend, folder)
+    try:
+        decoder = json.loads(backend.decoder.__getstate__()) if backend.decoder is not None else None
+        piece_bytes, strips_first_space = piece_decoder(decoder)
+    except VocabularyError as e:
+        raise TokenizerError(f"{folder / 'tokenizer.json'} has {e}") from e
     by_id = {i: token for token, i in backend.get_vocab(with_added_tokens=True).items()}
 
     def token_bytes(token_id: int) -> bytes:
-        token = by_id.get(token_id, "")
-        return token.encode("utf-8") if token_id in added and "▁" not in token else piece_bytes(token)
+        return hf_token_bytes(by_id.get(token_id, ""), token_id in added, piece_bytes)
 
     prefix_ids, suffix_ids = _surroundings(backend)
     if not prefix_ids and config.get("add_bos_token") is True and bos is not None:
@@ -126,31 +127,3 @@ def _surroundings(backend: Tokenizer) -> tuple[tuple[int, ...], tuple[int, ...]]
         if full[start : start + len(plain)] == plain:
             return tuple(full[:start]), tuple(full[start + len(plain) :])
     raise TokenizerError("the tokenizer's post-processor changes the text's own tokens")
-
-
-def _piece_decoder(backend: Tokenizer, folder: Path) -> tuple[Callable[[str], bytes], bool]:
-    """How a token's text becomes bytes, and whether decoding takes a leading space away."""
-    decoder = json.loads(backend.decoder.__getstate__()) if backend.decoder is not None else {}
-    steps = decoder.get("decoders", [decoder])
-    kinds = {step.get("type") for step in steps}
-    if kinds == {"ByteLevel"}:
-        return byte_level_bytes, False
-    if "Metaspace" in kinds or any(_replaces_underline(step) for step in steps):
-        strips = any(
-            step.get("type") == "Strip"
-            and step.get("start", 0) > 0
-            or (step.get("type") == "Metaspace" and step.get("prepend_scheme", "always") != "never")
-            for step in steps
-        )
-        return _sentencepiece_bytes, strips
-    raise TokenizerError(f"{folder / 'tokenizer.json'} has a decoder of an unknown kind ({', '.join(map(str, kinds))})")
-
-
-def _replaces_underline(step: dict[str, Any]) -> bool:
-    return step.get("type") == "Replace" and step.get("pattern") == {"String": "▁"} and step.get("content") == " "
-
-
-def _sentencepiece_bytes(token: str) -> bytes:
-    if byte := _BYTE_TOKEN.fullmatch(token):
-        return bytes([int(byte[1], 16)])
-    return token.replace("▁", " ").encode("utf-8")

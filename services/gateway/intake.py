@@ -14,9 +14,10 @@ from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 from typing import TypeVar
 
-from services.gateway import json_reader, preparation
+from services.gateway import json_reader, preparation, structured
 from services.gateway.errors import model_not_found
 from services.gateway.fleet import Fleet
+from services.gateway.grammar_pool import GrammarPool
 from services.gateway.openai_schema import (
     ChatCompletionRequest,
     CompletionRequest,
@@ -28,6 +29,7 @@ from services.gateway.preparation import PreparedPrompt
 from services.gateway.request_parsing import parse
 from services.gateway.template_pool import TemplatePool, encode_call, text_of
 from services.gateway.tokenization import Tokenizer
+from shared.protocol import Constraint
 
 INLINE_BODY_BYTES = 4096  # of a body that takes about a millisecond; longer ones are read in a thread
 NUM_THREADS = 2
@@ -44,6 +46,7 @@ class Intake:
         self._fleet = fleet
         self._max_choices = max_choices
         self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="intake")
+        self._grammars = GrammarPool(tokenizer)
         self._templates = TemplatePool(tokenizer.chat_template or "", tokenizer.template_tokens)
 
     async def start(self) -> None:
@@ -53,19 +56,24 @@ class Intake:
 
     async def close(self) -> None:
         await self._templates.close()
+        await self._grammars.close()
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     async def generation(self, cls: type[G], body: bytes) -> tuple[G, list[PreparedPrompt]]:
         """The checked request and its prompts. A wrong request is refused as such also when no worker is alive."""
 
         request, call = await self._run(body, lambda: self._read(cls, body))
+        wanted = await self._run(body, lambda: structured.wanted(request))
+        constraint = None
+        if wanted is not None:
+            constraint = Constraint(grammar=await self._grammars.compiled(wanted), json_text=wanted.is_json)
         answer = await self._templates.render(call) if call else b""
 
         def prepare() -> list[PreparedPrompt]:
             return preparation.build_specs(
                 request, self.tokenizer, self._fleet.limits(self._max_choices), draw_seed=lambda: secrets.randbits(64),
                 now=datetime.now(UTC), fingerprint=self._fleet.fingerprint(),
-                chat_text=text_of(answer) if answer else "",
+                chat_text=text_of(answer) if answer else "", constraint=constraint,
             )  # fmt: skip
 
         return request, await self._run(body, prepare)

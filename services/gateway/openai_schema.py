@@ -8,7 +8,7 @@ model (ids, lengths, messages) is checked in `preparation.py`.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, GetJsonSchemaHandler, WithJsonSchema
 from pydantic.config import JsonDict
@@ -24,6 +24,8 @@ MAX_MESSAGES = 4096
 MAX_LOGPROBS = 20
 MAX_TOKENS = 1 << 24
 MAX_TIMEOUT_S = 86400
+MAX_GRAMMAR_CHARS = 1 << 16
+MAX_ALTERNATIVES = 4096
 
 
 def _integral(value: Any) -> Any:
@@ -52,6 +54,8 @@ TokenIds = Annotated[list[TokenId], Field(max_length=MAX_STOP_IDS)]
 Bias = Annotated[float, Field(ge=-100, le=100)]
 Switch = Annotated[bool, _or_empty(False, bool)]
 SwitchedOn = Annotated[bool, _or_empty(True, bool)]
+ChoiceText = Annotated[str, Field(min_length=1, max_length=4096)]
+JsonSchema = Annotated[Any, WithJsonSchema({"type": ["object", "boolean", "null"]})]
 Seconds = Annotated[float, Field(gt=0, le=MAX_TIMEOUT_S)]
 Label = Annotated[str, Field(max_length=1024)]
 Message = Annotated[dict[str, Any], WithJsonSchema(MESSAGE_SCHEMA)]
@@ -114,6 +118,43 @@ class StreamOptions(BaseModel):
     continuous_usage_stats: Switch = False
 
 
+class Nested(BaseModel):
+    """Of what a field holds; what is not known is refused, since it would change what is asked for."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+class JsonSchemaFormat(Nested):
+    """strict is always meant: an answer that ends by itself is valid."""
+
+    name: Annotated[str, Field(min_length=1, max_length=256)]
+    description: str | None = None
+    schema_: JsonSchema | None = Field(default=None, alias="schema")
+    strict: bool | None = None
+
+
+class ResponseFormat(Nested):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchemaFormat | None = None
+
+
+class StructuredOutputs(Nested):
+    """vLLM's: exactly one of the first five. grammar: Lark as llguidance has it, or llama.cpp's GBNF."""
+
+    json_: Annotated[Any, WithJsonSchema({"anyOf": [{"type": ["object", "boolean", "string", "null"]}]})] = Field(
+        default=None, alias="json"
+    )
+    regex: Annotated[str, Field(min_length=1, max_length=MAX_GRAMMAR_CHARS)] | None = None
+    choice: Annotated[list[ChoiceText], Field(min_length=1, max_length=MAX_ALTERNATIVES)] | None = None
+    grammar: Annotated[str, Field(min_length=1, max_length=MAX_GRAMMAR_CHARS)] | None = None
+    json_object: bool | None = None
+    disable_any_whitespace: Switch = False
+
+    def given(self, name: str) -> bool:
+        value = self.json_ if name == "json" else getattr(self, name)
+        return value is not None and (name != "json_object" or bool(value))
+
+
 class GenerationRequest(Request):
     """What chat and completions share. Names, defaults and meanings are OpenAI's, beyond those vLLM's.
 
@@ -122,8 +163,6 @@ class GenerationRequest(Request):
     """
 
     UNSUPPORTED: ClassVar[dict[str, tuple[Any, ...]]] = {
-        "response_format": ({"type": "text"},),
-        "structured_outputs": (),
         "guided_json": (),
         "guided_regex": (),
         "guided_choice": (),
@@ -170,6 +209,8 @@ class GenerationRequest(Request):
     ] = None
     user: Label | None = None
     cache_salt: Annotated[str, Field(min_length=1, max_length=256)] | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
 
 
 class ChatCompletionRequest(GenerationRequest):

@@ -25,7 +25,7 @@ from services.gateway.openai_schema import (
     TokenizeRequest,
 )
 from services.gateway.tokenization import Tokenizer
-from shared.protocol import SamplingParams, TextParams
+from shared.protocol import Constraint, SamplingParams, TextParams
 
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's default for the older endpoint
 GREEDY_BELOW = 1e-5
@@ -70,11 +70,12 @@ def build_specs(
     now: datetime,
     fingerprint: str | None = None,
     chat_text: str = "",
+    constraint: Constraint | None = None,
 ) -> list[PreparedPrompt]:
     """One entry a prompt, in order; choice c of entry i has index i * num_choices + c in the response.
 
     draw_seed gives 64 random bits for each prompt of a request without a seed. chat_text: the messages of a chat, as
-    the model's template renders them.
+    the model's template renders them. constraint: what the answer must be.
     """
     num_choices = request.n or 1
     _check_together(request, limits)
@@ -87,7 +88,7 @@ def build_specs(
         raise BadRequest(f"{field} asks for more than {limits.max_choices} choices in one request", param=field)
     text = _text_params(request, now, fingerprint or "")
     return [
-        PreparedPrompt(ids, _sampling(request, ids, tokenizer, limits, draw_seed, param), text, num_choices)
+        PreparedPrompt(ids, _sampling(request, ids, tokenizer, limits, draw_seed, param, constraint), text, num_choices)
         for ids in prompts
     ]
 
@@ -191,6 +192,7 @@ def _sampling(
     limits: Limits,
     draw_seed: Callable[[], int],
     param: str,
+    constraint: Constraint | None,
 ) -> SamplingParams:
     max_tokens = _max_tokens(request, len(ids), limits, param)
     min_tokens = request.min_tokens or 0
@@ -199,6 +201,8 @@ def _sampling(
     stop_ids = checked_ids(request.stop_token_ids, tokenizer.vocab_size, "stop_token_ids")
     if not request.ignore_eos:
         stop_ids += tokenizer.eos_token_ids
+    if constraint is not None and constraint.grammar and not stop_ids:
+        raise BadRequest("ignore_eos together with structured output is not supported", param="ignore_eos")
     return SamplingParams(
         max_tokens=max_tokens,
         min_tokens=min_tokens,
@@ -214,6 +218,7 @@ def _sampling(
         stop_token_ids=tuple(dict.fromkeys(stop_ids)),
         ignore_eos=request.ignore_eos,
         logprobs=_num_logprobs(request),
+        constraint=constraint,
     )
 
 

@@ -33,21 +33,3 @@ class TokenizerParts:
     chat_template: str | None = None
     template_tokens: dict[str, str] = field(default_factory=dict)
     max_model_len: int | None = None
-
-
-def _byte_alphabet() -> dict[str, int]:
-    """The characters by which byte-level BPE writes the 256 bytes: itself where printable, else from U+0100 on."""
-    shown = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    hidden = [b for b in range(256) if b not in set(shown)]
-    return {chr(b): b for b in shown} | {chr(0x100 + i): b for i, b in enumerate(hidden)}
-
-
-BYTE_OF_CHAR = _byte_alphabet()
-
-
-def byte_level_bytes(token: str) -> bytes:
-    """The bytes of a byte-level token; one that is not written in the alphabet stands for itself."""
-    try:
-        return bytes([BYTE_OF_CHAR[c] for c in token])
-    except KeyError:
-        return token.encode("utf-8")

@@ -25,6 +25,7 @@ from services.gpu_worker.admission import Validate
 from services.gpu_worker.batch import Engine
 from services.gpu_worker.composer import Budget
 from services.gpu_worker.failures import EngineBroken, OutOfMemory, WorkerFailure
+from services.gpu_worker.grammar import Grammars
 from services.gpu_worker.loops import WorkerLoops
 from services.gpu_worker.model.config import ConfigError
 from services.gpu_worker.probe import measure, measure_rows
@@ -36,7 +37,8 @@ from shared import bootstrap, bus, model_source, speculative_config
 from shared.cores import leaves_one_free, num_cores
 from shared.model_source import ModelSourceError
 from shared.runtime import EXIT_MODEL, Stop, redis_answers
-from shared.settings import CommonSettings, ScriptedSettings, SettingsError, WorkerSettings
+from shared.settings import SCRIPTED_MODEL, CommonSettings, ScriptedSettings, SettingsError, WorkerSettings
+from shared.vocabulary import Vocabulary, read_vocabulary, scripted_vocabulary
 
 log = logging.getLogger(__name__)
 
@@ -71,7 +73,7 @@ async def serve(stop: Stop, common: CommonSettings, own: WorkerSettings, scripte
             clients[0], common.served_name, engine, validate=validate, name=socket.gethostname(),
             incarnation=common.incarnation, enable_prefix_caching=own.enable_prefix_caching,
             max_step_s=own.max_step_ms / 1000, blocking=clients[1], heartbeat=clients[2], cost=cost,
-            overlap=_has_spare_core(own, engine), drafter=speculator,
+            overlap=_has_spare_core(own, engine), drafter=speculator, grammars=Grammars(lambda: _vocabulary(common)),
             capacity=Budget(own.max_num_batched_tokens, own.max_num_seqs, prefill_chunk=own.max_num_batched_tokens),
         )  # fmt: skip
         await WorkerLoops(service, _flush_interval_s(own, engine)).run(stop, common.drain_timeout_s)
@@ -173,6 +175,12 @@ def _model(common: CommonSettings, own: WorkerSettings) -> tuple[Engine, Validat
             quantization=own.quantization, device=device, needs_device=own.device == "cuda", progress=show,
         )  # fmt: skip
     return engine, validate
+
+
+def _vocabulary(common: CommonSettings) -> Vocabulary:
+    if common.model == SCRIPTED_MODEL:
+        return scripted_vocabulary()
+    return read_vocabulary(model_source.resolve(common.model, common.cache_dir))
 
 
 def _num_threads(own: WorkerSettings) -> int:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
-from services.gpu_worker.batch import EngineInfo, Sequence
+from services.gpu_worker.batch import Answer, EngineInfo, Sequence
 from services.gpu_worker.block_map import BlockMap
 from services.gpu_worker.commits import TokenLogprob
 from services.gpu_worker.seals import SealedBlocks
@@ -23,13 +23,16 @@ Validate = Callable[[SamplingParams, int], str | None]  # (parameters, vocabular
 
 @dataclass(frozen=True, slots=True)
 class Admission:
-    """What the records say. output_ids: those in the durable log; logprobs: theirs, where the request asked."""
+    """What the records say. output_ids: those in the durable log; logprobs: theirs, where the request asked. answer:
+    where the request has a constraint, behind those ids; problem: why there is none, for the client."""
 
     params: SamplingParams
     prompt_ids: list[int]
     salt: bytes
     output_ids: list[int]
     logprobs: list[TokenLogprob] | None
+    answer: Answer | None = None
+    problem: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +76,7 @@ def sequence_of(admit: Admit, admission: Admission) -> Sequence:
         num_prompt_tokens=num_prompt_tokens, token_ids=admission.prompt_ids + admission.output_ids,
         block_ids=list(admit.block_ids), num_computed=admit.cached_length, salt=admission.salt, alone=admit.alone,
         cached_tokens=min(admit.cached_length, num_prompt_tokens - 1), num_committed=len(admission.output_ids),
+        answer=admission.answer,
     )  # fmt: skip
 
 

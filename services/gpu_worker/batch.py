@@ -10,6 +10,18 @@ from typing import Protocol
 from shared.protocol import SamplingParams
 
 
+class Answer(Protocol):
+    """What holds an answer to its grammar (`grammar.AnswerState`)."""
+
+    def mask_after(self, output_ids: Seq[int]) -> bytes | None:
+        """Bit i of byte i // 8 says whether token i may follow these; None: any may. ValueError if none can."""
+        ...
+
+    def allows(self, output_ids: Seq[int]) -> bool:
+        """Are these the beginning of an answer?"""
+        ...
+
+
 @dataclass(slots=True)
 class Sequence:
     """One running sequence. token_ids = prompt and output; the KV of the first num_computed of them is in the pool.
@@ -36,6 +48,7 @@ class Sequence:
     keys: list[bytes] = field(default_factory=list)  # of the sealed blocks
     num_committed: int = 0  # output tokens known to be in the durable log
     finish: str = ""
+    answer: Answer | None = None  # where the request has a constraint
 
     @property
     def num_output_tokens(self) -> int:

@@ -163,7 +163,7 @@ class RunningSet:
             self._note_end(admit.sid, admit.epoch, admission.reason if admission else "stale")
             return
         seq = sequence_of(admit, admission)
-        problem = whats_wrong(seq, self.info, self._validate)
+        problem = admission.problem or whats_wrong(seq, self.info, self._validate)
         reason = "" if problem else finish_reason(seq, self.info.max_num_tokens)
         if problem or reason:  # over before it begins: holds nothing, says so through the log
             self.ledger.open(seq, admission.logprobs)

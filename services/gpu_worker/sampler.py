@@ -1,9 +1,9 @@
 """From a row of logits to a token: controls in a fixed order, then the argmax, of the logits or of logits plus noise.
 
-Order: logit bias, bans (min_tokens), penalties, temperature, top-k, top-p, min-p, draw. The draw is Gumbel-max: the
-noise of a token is a function of (seed, choice, position, token id), so that nothing about the batch, and no history
-but the sequence's own tokens, can change what is drawn. Ties go to the lowest id everywhere. Sums over the vocabulary
-are exact (see `kernels.token_filter`). Log-probabilities are of the unmodified logits.
+Order: logit bias, what a grammar forbids, bans (min_tokens), penalties, temperature, top-k, top-p, min-p, draw. The
+draw is Gumbel-max: the noise of a token is a function of (seed, choice, position, token id), so that nothing about the
+batch, and no history but the sequence's own tokens, can change what is drawn. Ties go to the lowest id everywhere.
+Sums over the vocabulary are exact (see `kernels.token_filter`). Log-probabilities are of the unmodified logits.
 """
 
 from __future__ import annotations
@@ -12,11 +12,12 @@ from collections import Counter
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from kernels.gumbel import NoiseKey
 from kernels.sample_tokens import ChosenToken, NativeOps, TokenChoice, sample_tokens
-from services.gpu_worker.batch import SampledToken
+from services.gpu_worker.batch import Answer, SampledToken
 from shared.protocol import SamplingParams
 
 GREEDY_BELOW = 1e-5  # a lower temperature is 0
@@ -33,6 +34,7 @@ class Draw:
     token_ids: Seq[int]
     num_prompt: int
     num_unknown: int = 0
+    answer: Answer | None = None
 
     @property
     def position(self) -> int:
@@ -57,6 +59,7 @@ class Draw:
 def changes_logits(params: SamplingParams, position: int) -> bool:
     return bool(
         params.logit_bias
+        or params.constraint is not None
         or (params.stop_token_ids and position < params.min_tokens)
         or params.repetition_penalty != 1.0
         or (position and (params.frequency_penalty or params.presence_penalty))
@@ -104,6 +107,15 @@ def _sampled(chosen: ChosenToken) -> SampledToken:
     return SampledToken(chosen.token_id, logprob(chosen.logit), top)
 
 
+def _forbid(row: torch.Tensor, mask: bytes | None) -> None:
+    """All tokens without a bit in the mask; the row may be longer than it is."""
+    if mask is None:
+        return
+    bits = np.unpackbits(np.frombuffer(mask, np.uint8), bitorder="little")[: row.numel()]
+    row[: bits.size].masked_fill_(torch.from_numpy(bits) == 0, -torch.inf)
+    row[bits.size :] = -torch.inf
+
+
 def apply_controls(row: torch.Tensor, draw: Draw) -> torch.Tensor:
     """The logits after bias, bans and penalties; the row itself where nothing changes."""
     params = draw.params
@@ -112,9 +124,14 @@ def apply_controls(row: torch.Tensor, draw: Draw) -> torch.Tensor:
     row = row.clone()
     if params.logit_bias:
         row[list(params.logit_bias)] += torch.tensor(list(params.logit_bias.values()), dtype=torch.float32)
-    banned = set(params.stop_token_ids) if draw.position < params.min_tokens else set()
-    if banned and len(banned) < row.numel():  # with every token banned there would be nothing to draw
-        row[sorted(banned)] = -torch.inf
+    if draw.answer is not None:
+        _forbid(row, draw.answer.mask_after(draw.token_ids[draw.num_prompt :]))
+    banned = list(params.stop_token_ids) if draw.position < params.min_tokens else []
+    if banned:
+        kept = row[banned]
+        row[banned] = -torch.inf
+        if row.max() == -torch.inf:  # there would be nothing to draw
+            row[banned] = kept
     if params.repetition_penalty != 1.0:
         seen = torch.tensor(sorted(set(draw.token_ids)))
         values, penalty = row[seen], params.repetition_penalty

@@ -126,6 +126,8 @@ class ScriptedEngine:
         params = seq.params
         seed, choice = (params.seed, seq.choice) if params.temperature > 0 else (0, 0)
         token = vocab.next_token(seq.token_ids, seq.num_prompt_tokens, seed, choice)
+        if seq.answer is not None:
+            token = _next_allowed(token, seq.answer.mask_after(seq.token_ids[seq.num_prompt_tokens :]))
         if params.logprobs is None:
             return SampledToken(token)
         rest = [(token + i) % vocab.VOCAB_SIZE for i in range(1, params.logprobs)]
@@ -140,6 +142,14 @@ def validate(params: SamplingParams, vocab_size: int) -> str | None:
     if any(not 0 <= t < vocab_size for t in params.logit_bias):
         return "logit_bias: outside the vocabulary"
     return None
+
+
+def _next_allowed(token: int, mask: bytes | None) -> int:
+    """The token, or the next one that may be drawn, by id, the first following the last."""
+    if mask is None:
+        return token
+    ids = ((token + i) % vocab.VOCAB_SIZE for i in range(vocab.VOCAB_SIZE))
+    return next(i for i in ids if mask[i // 8] >> i % 8 & 1)
 
 
 def _raise() -> None:

@@ -1,12 +1,10 @@
 """The worker's shell: reads its plan, commits what the engine draws, keeps its lease, begins a new life when it must.
 
-Every method is one step that may be repeated, or lose its reply: nothing changes here before the reply has come, and
-what a step repeats is harmless. Decides nothing about sequences (`running_set`), nor when the engine or a step runs
-(`engine_thread`, `loops`); tests drive the steps one by one.
+Every method is one step that may be repeated, or lose its reply: nothing changes here before the reply has come.
+Decides nothing about sequences (`running_set`), nor when the engine or a step runs (`engine_thread`, `loops`).
 
-A life is an incarnation. It ends when the lease has lapsed or the plan stream is not the one it was: then the running
-set is dropped, its sequences are handed back, and another life joins, which has nothing of the old one but the sealed
-blocks in the pool.
+A life is an incarnation. It ends when the lease has lapsed or the plan stream is not the one it was: the running set is
+dropped, its sequences are handed back, and another life joins, which has but the sealed blocks in the pool.
 """
 
 from __future__ import annotations
@@ -23,6 +21,7 @@ from services.gpu_worker.batch import Drafter, Engine
 from services.gpu_worker.commits import Commit, Place
 from services.gpu_worker.composer import Budget
 from services.gpu_worker.engine_thread import EngineLoop
+from services.gpu_worker.grammar import Grammars
 from services.gpu_worker.life import Life, new_life
 from services.gpu_worker.metrics_defs import WorkerMetrics
 from services.gpu_worker.outbox import NOTHING, Carried
@@ -50,8 +49,9 @@ class WorkerService:
         self, redis: Any, model: str, engine: Engine, *, capacity: Budget, validate: Validate, name: str = "",
         incarnation: str = "", enable_prefix_caching: bool = True, max_step_s: float = 0.1, blocking: Any = None,
         heartbeat: Any = None, clock: Callable[[], float] = time.monotonic, cost: StepCost | None = None,
-        overlap: bool = True, drafter: Drafter | None = None,
+        overlap: bool = True, drafter: Drafter | None = None, grammars: Grammars | None = None,
     ) -> None:  # fmt: skip
+        self._grammars = grammars or Grammars()
         self.redis = redis
         self.scripts = Scripts(redis, model)
         self.records = Records(redis, self.scripts.prefix)
@@ -156,7 +156,7 @@ class WorkerService:
         if not life.entries:
             life.entries += await life.reader.read(block_ms)
         while life.entries and life is self.life:
-            change = await read_change(life.entries[0], life.worker, self.scripts, self.records)
+            change = await read_change(life.entries[0], life.worker, self.scripts, self.records, self._grammars)
             if life is not self.life:
                 break
             life.entries.popleft()

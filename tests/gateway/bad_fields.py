@@ -18,9 +18,11 @@ Json = dict[str, Any]
 FURTHER_RULES = {
     "/v1/chat/completions": {
         "messages", "logit_bias", "min_tokens", "n", "stop_token_ids", "stream_options", "top_logprobs",
+        "response_format", "structured_outputs",
     },
     "/v1/completions": {
         "prompt", "best_of", "logit_bias", "logprobs", "min_tokens", "n", "stop_token_ids", "stream_options",
+        "response_format", "structured_outputs",
     },
     "/tokenize": {"prompt", "messages"},
     "/detokenize": {"tokens"},

@@ -6,7 +6,7 @@ often give the same ids. Here each string is merged pairwise up to a single toke
 
 from __future__ import annotations
 
-from services.gateway.tokenizer_parts import BYTE_OF_CHAR
+from shared.vocabulary import BYTE_OF_CHAR
 
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<repo_name>", "<reponame>", "<file_sep>")
 

@@ -10,7 +10,7 @@ from unittest.mock import MagicMock
 
 import pytest
 
-from services.gateway import app, byte_tokenizer, chat_template, json_reader, openapi, preparation
+from services.gateway import app, byte_tokenizer, chat_template, json_reader, openapi, preparation, structured
 from services.gateway import openai_schema as ask
 from services.gateway.errors import ApiError, error_body
 from services.gateway.request_parsing import parse
@@ -27,6 +27,7 @@ def generate(cls: type[ask.Request]) -> Callable[[Any], Any]:
         request = parse(cls, body)
         assert isinstance(request, ask.ChatCompletionRequest | ask.CompletionRequest)
         text = rendered(request)
+        structured.wanted(request)
         return preparation.build_specs(request, TOKENIZER, LIMITS, draw_seed=lambda: 1, now=NOW, chat_text=text)
 
     return prepare

@@ -11,8 +11,9 @@ import pytest
 
 from services.gateway import gguf_tokenizer
 from services.gateway.tokenization import Tokenizer
-from services.gateway.tokenizer_parts import BYTE_OF_CHAR, TokenizerError
+from services.gateway.tokenizer_parts import TokenizerError
 from shared.model_source import default_cache_dir, resolve
+from shared.vocabulary import BYTE_OF_CHAR
 from tests.gateway.mixed_strings import mixed_strings
 from tests.gateway.revealing_vocabulary import SPECIAL, revealing_vocabulary
 

@@ -173,6 +173,7 @@ def test_defaults_are_resolved() -> None:
         "frequency_penalty": 0.0,
         "presence_penalty": 0.0,
         "logit_bias": {},
+        "constraint": None,
         "stop_token_ids": (EOS,),
         "ignore_eos": False,
         "logprobs": None,

@@ -14,7 +14,8 @@ import pytest
 
 from services.gateway.admission import TryLater
 from services.gateway.chat_template import ChatTemplateError
-from services.gateway.template_pool import NUM_CHILDREN, TemplatePool, encode_call, text_of
+from services.gateway.child_pool import NUM_CHILDREN
+from services.gateway.template_pool import TemplatePool, encode_call, text_of
 from tests.helpers import command_line, wait_until
 
 NOW = datetime(2024, 7, 26, 12, 0)
@@ -60,7 +61,7 @@ async def test_any_text_comes_back_as_it_went(make_pool: MakePool, content: str)
 async def test_children_are_started_when_needed_and_used_again(
     make_pool: MakePool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("services.gateway.template_pool.START_AFTER_S", 30.0)  # however busy this machine is
+    monkeypatch.setattr("services.gateway.child_pool.START_AFTER_S", 30.0)  # however busy this machine is
     pool = make_pool(ECHO)
     assert children() == []
     for i in range(5):
@@ -146,7 +147,7 @@ async def test_where_no_child_can_be_started_the_one_that_is_there_renders(
     """A gateway without descriptors, for instance: its client is told to come back, not that it has failed."""
     pool = make_pool(ECHO)
     await pool.start()
-    monkeypatch.setattr("services.gateway.template_pool.START_AFTER_S", 0)
+    monkeypatch.setattr("services.gateway.child_pool.START_AFTER_S", 0)
 
     async def fails(*_: object, **__: object) -> None:
         raise OSError(number, "none left")

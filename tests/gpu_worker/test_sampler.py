@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 from kernels.gumbel import NoiseKey, gumbel_noise
 from kernels.token_filter import filtered_ids
 from services.gpu_worker.sampler import LOGPROB_FLOOR, Draw, apply_controls, sample, validate
-from shared.protocol import SamplingParams
+from shared.protocol import Constraint, SamplingParams
 from tests.kernels.threads import torch_threads
 
 VOCAB = 50
@@ -198,3 +199,54 @@ def test_any_parameters_draw_a_token(
     token = sample(row(seed)[None], [one_draw])[0]
     assert 0 <= token.token_id < VOCAB
     assert math.isfinite(token.logprob)
+
+
+# --- what a grammar allows ------------------------------------------------------------------------------------------
+
+
+class Only:
+    """An answer that may go on with these tokens; None: with any."""
+
+    def __init__(self, *ids: int) -> None:
+        bits = [i in ids for i in range(VOCAB + 3)]
+        self.mask = bytes(sum(bit << n for n, bit in enumerate(bits[i : i + 8])) for i in range(0, len(bits), 8))
+        self.seen: list[tuple[int, ...]] = []
+
+    def mask_after(self, output_ids: Sequence[int]) -> bytes | None:
+        self.seen.append(tuple(output_ids))
+        return self.mask
+
+    def allows(self, output_ids: Sequence[int]) -> bool:
+        return True
+
+
+def held(tokens: tuple[int, ...], answer: Only, **changes: Any) -> Draw:
+    return Draw(params(constraint=Constraint(grammar="start: A"), **changes), 0, tokens, 2, answer=answer)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"temperature": 0.0}, {}, {"top_k": 3}, {"top_p": 0.01}, {"min_p": 0.9}, {"logit_bias": {1: 100.0}},
+     {"repetition_penalty": 2.0, "presence_penalty": 2.0}, {"top_k": 2, "top_p": 0.5, "logprobs": 2}],
+)  # fmt: skip
+@given(seed=st.integers(0, 1 << 32))
+def test_only_what_a_grammar_allows_is_drawn(changes: dict[str, Any], seed: int) -> None:
+    logits, answer = row(seed % 1000), Only(4, 9, VOCAB + 1)
+    asked = held((1, 2, 9), answer, seed=seed, **changes)
+    [drawn] = sample(logits[None], [asked])
+    assert drawn.token_id in (4, 9) and answer.seen == [(9,)]
+    if "logprobs" in changes:
+        raw = torch.log_softmax(logits, -1)
+        assert drawn.logprob == pytest.approx(float(raw[drawn.token_id]), abs=1e-5), "of the unmodified logits"
+
+
+def test_an_end_that_is_all_a_grammar_allows_is_drawn_before_the_least_length_too() -> None:
+    asked: dict[str, Any] = {"min_tokens": 10, "stop_token_ids": (4,)}
+    assert one(row(), held((1, 2), Only(4), **asked)) == 4
+    assert one(row(), held((1, 2), Only(4, 5), **asked)) == 5
+
+
+def test_a_row_that_is_longer_than_the_vocabulary_ends_with_it() -> None:
+    answer = Only(3)
+    answer.mask = answer.mask[:1]
+    assert one(torch.full((VOCAB,), 1.0), held((1, 2), answer)) == 3

@@ -31,11 +31,11 @@ TABLE = {
     "kernels": allowed("torch", "kernels"),
     "kernels.aot": allowed("triton", "kernels"),
     "kernels.gpu": allowed("torch triton", "kernels"),
-    "services.gateway": allowed(f"{MESSAGING} aiohttp tokenizers jinja2", "shared", "services.gateway"),
+    "services.gateway": allowed(f"{MESSAGING} aiohttp tokenizers jinja2 llguidance", "shared", "services.gateway"),
     "services.scheduler": allowed(MESSAGING, "shared", "services.scheduler"),
     "services.cache_store": allowed(MESSAGING, "shared", "services.cache_store"),
     "services.gpu_worker": allowed(
-        f"{MESSAGING} torch safetensors numpy transformers tqdm", "shared", "kernels", "services.gpu_worker"
+        f"{MESSAGING} torch safetensors numpy transformers tqdm llguidance", "shared", "kernels", "services.gpu_worker"
     ),
     "services.tools": allowed(f"{MESSAGING} aiohttp tqdm", "shared", "services.tools", "services.model_download"),
     # the command itself: it starts services by name and never imports one

@@ -14,6 +14,9 @@ from shared import worker_protocol as wp
 
 SID = "5f1e7a9c3b2d4f60a1b2c3d4e5f60718.0"
 HEAD: dict[str, Any] = {"call": 7, "reply_to": "inbox:s-1", "worker": "w-1", "run_term": 3, "pool_term": 4}
+CONSTRAINT = p.Constraint(
+    grammar="start: A", json_text=True, think_start_ids=(3,), think_end="</think>", think_end_ids=(4,), think_budget=9
+)
 SAMPLING = p.SamplingParams(max_tokens=16, temperature=0.5, seed=1 << 63, logit_bias={5: -1.5}, stop_token_ids=(2, 0))
 TEXT = p.TextParams(api="chat", stop=("\n", "é"), stream=True, created=1)
 CHUNK = p.TokenChunk(first=3, ids=(1, 4_294_967_295), logprobs=((-0.5, ((1, -0.5),)), (-2.0, ())), cached_tokens=16)
@@ -24,7 +27,7 @@ ROW = wp.RunningSequence(sid=SID, epoch=2, num_tokens=20, num_computed=19, block
 BLOCK = c.InventoryEntry(block_id=1, key=b"k" * 32, parent_key=b"p" * 32, ids=w.pack_ids([1, 2]))
 
 EXAMPLES: tuple[w.Message, ...] = (
-    SAMPLING, TEXT, CHUNK, SEAL, TAKEN, ENDED, ROW, BLOCK,
+    CONSTRAINT, SAMPLING, TEXT, CHUNK, SEAL, TAKEN, ENDED, ROW, BLOCK,
     p.RequestSpec(
         rid=SID[:-2], num_choices=2, num_prompt_tokens=5, salt=bytes(range(32)), sampling=SAMPLING, text=TEXT,
         client_id="c",
@@ -84,7 +87,7 @@ def any_of(cls: type[w.Message]) -> st.SearchStrategy[Any]:
     if cls is p.TokenChunk:
         tokens = st.lists(st.tuples(TOKEN_IDS, _value(hints["logprobs"])), max_size=4)
         return st.builds(_chunk, tokens, st.fixed_dictionaries(fields))
-    for name in ("ids", "stop_token_ids"):
+    for name in ("ids", "stop_token_ids", "think_start_ids", "think_end_ids"):
         if name in fields and hints[name] == tuple[int, ...]:
             fields[name] = st.lists(TOKEN_IDS, max_size=4).map(tuple)
     return st.builds(cls, **fields)

@@ -29,7 +29,10 @@ def _draw_after(chunk: Chunk, num_drafts: int) -> Draw:
     token_ids = seq.token_ids if end == len(seq.token_ids) else seq.token_ids[:end]
     if num_drafts:
         token_ids = [*token_ids, *chunk.draft_ids[:num_drafts]]
-    return Draw(seq.params, seq.choice, token_ids, seq.num_prompt_tokens, max(0, end - len(seq.token_ids)))
+    answer = seq.answer
+    if num_drafts and answer is not None and not answer.allows(token_ids[seq.num_prompt_tokens :]):
+        answer = None  # behind such a draft nothing is taken
+    return Draw(seq.params, seq.choice, token_ids, seq.num_prompt_tokens, max(0, end - len(seq.token_ids)), answer)
 
 
 def drawn_by_chunk(chunks: Seq[Chunk], sample_chunks: Seq[int], tokens: Seq[SampledToken | None]) -> list[Drawn]:

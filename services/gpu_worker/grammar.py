@@ -1,0 +1,251 @@
+"""Which tokens may come next in an answer that must follow a grammar, or think within a budget. *Pure.*
+
+A function of the request and the output tokens alone, so that a sequence that is moved, replayed, or computed with
+drafts is held to the same tokens. llguidance does the parsing; what that may cost is counted, not timed. A mask has
+bit i of byte i // 8 for token i. Knows nothing of logits.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Literal
+
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
+
+from shared.protocol import Constraint
+from shared.vocabulary import Vocabulary, scripted_vocabulary
+
+MAX_DIGITS = 32  # in a row, of a number in JSON: more than any has a use for
+MAX_EXPONENT_DIGITS = 2  # beyond 10^308 a number is none for most readers
+CACHED_GRAMMARS = 64
+LIMITS = LLParserLimits(max_lexer_states=30_000, max_grammar_size=200_000, verbose_errors=False)
+
+
+_LONG_EXPONENT = re.compile(rb"[eE][+-]?[0-9]{%d}" % (MAX_EXPONENT_DIGITS + 1))
+
+
+class GrammarError(ValueError):
+    """The grammar cannot be compiled, has become too complex on the way, or does not allow a token of the answer."""
+
+
+class Grammars:
+    """Compiled grammars of one vocabulary, the latest kept. `begin` may be called from any thread. It takes
+    milliseconds; the first call, which reads the vocabulary, tenths of a second."""
+
+    def __init__(self, load_vocabulary: Callable[[], Vocabulary] = scripted_vocabulary) -> None:
+        self._words = lru_cache(maxsize=1)(lambda: _Words(load_vocabulary()))
+        self._compiled = lru_cache(maxsize=CACHED_GRAMMARS)(self._compile)
+
+    def begin(self, constraint: Constraint, stop_ids: Iterable[int]) -> AnswerState:
+        """At the beginning of an answer; GrammarError. stop_ids: tokens that end it, allowed where it is complete."""
+        words = self._words()
+        matcher = self._compiled(constraint.grammar).deep_copy() if constraint.grammar else None
+        return AnswerState(constraint, words, matcher, words.set_of(stop_ids))
+
+    def _compile(self, grammar: str) -> LLMatcher:
+        matcher = LLMatcher(self._words().tokenizer, LLMatcher.grammar_from_lark(grammar), log_level=0, limits=LIMITS)
+        if matcher.is_error():
+            raise GrammarError("the grammar cannot be used with this model")
+        return matcher
+
+
+class _Words:
+    """A vocabulary; sets of tokens are integers, bit i for token i."""
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self.tokens = vocabulary.tokens
+        self.all = (1 << len(self.tokens)) - 1
+        self.tokenizer = LLTokenizer(TokenizerWrapper(_Tokens(vocabulary)))  # its end is a token of its own, the last
+        leading = [len(token) - len(token.lstrip(b"0123456789")) for token in self.tokens]
+        self._digits = [
+            self.set_of(i for i, n in enumerate(leading) if n >= count) for count in range(max(leading, default=0) + 1)
+        ]
+        self._long_exponents = self.set_of(i for i, token in enumerate(self.tokens) if _LONG_EXPONENT.search(token))
+
+    def set_of(self, ids: Iterable[int]) -> int:
+        bits = bytearray(len(self.tokens) // 8 + 1)
+        for i in ids:
+            if i < len(self.tokens):
+                bits[i // 8] |= 1 << i % 8
+        return int.from_bytes(bits, "little")
+
+    def too_many_digits(self, num_digits: int) -> int:
+        """Tokens that would make a number longer than it may be, of which there are so many digits."""
+        count = max(0, MAX_DIGITS - num_digits) + 1
+        return (self._digits[count] if count < len(self._digits) else 0) | (self._long_exponents if num_digits else 0)
+
+    def bytes_of(self, token_id: int) -> bytes:
+        return self.tokens[token_id] if token_id < len(self.tokens) else b""
+
+
+class _Tokens:
+    """What llguidance asks of a tokenizer. It need not cut texts: grammars are made with `no_forcing`."""
+
+    eos_token_id = None
+    bos_token_id = None
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self.tokens = vocabulary.tokens
+        self.special_token_ids = sorted(vocabulary.special_ids)
+
+    def __call__(self, text: bytes) -> list[int]:
+        return []
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """After some tokens. thinking: `maybe` until it is clear whether the answer begins so, `no` behind it or without.
+
+    num_thoughts: tokens of it, or of what it begins with while that is not whole; tail: their last bytes. num_parsed:
+    tokens that the grammar has taken. The rest says where in JSON text it is: within a string, and after how many
+    digits."""
+
+    thinking: Literal["maybe", "yes", "no"] = "no"
+    num_thoughts: int = 0
+    tail: bytes = b""
+    num_parsed: int = 0
+    in_string: bool = False
+    escaped: bool = False
+    num_digits: int = 0
+
+    def read(self, token: bytes) -> _Place:
+        """Behind this part of a JSON text."""
+        in_string, escaped, num_digits = self.in_string, self.escaped, self.num_digits
+        for byte in token:
+            if in_string:
+                in_string, escaped = escaped or byte != 0x22, not escaped and byte == 0x5C
+            else:
+                in_string = byte == 0x22
+                if 0x30 <= byte <= 0x39:
+                    num_digits += 1
+                elif byte in b"eE" and num_digits:
+                    num_digits = MAX_DIGITS - MAX_EXPONENT_DIGITS
+                elif byte not in b"+-":
+                    num_digits = 0
+        return replace(self, in_string=in_string, escaped=escaped, num_digits=num_digits)
+
+
+class AnswerState:
+    """Where an answer is. `mask_after` goes to any place by itself; `accept`, `rollback` and `fork` are its steps."""
+
+    def __init__(self, constraint: Constraint, words: _Words, matcher: LLMatcher | None, stops: int) -> None:
+        self._constraint = constraint
+        self._think_end = constraint.think_end.encode()
+        self._words = words
+        self._matcher = matcher
+        self._stops = stops
+        self._ids: list[int] = []
+        begins: Literal["maybe", "yes", "no"] = "no"
+        if constraint.think_end:
+            begins = "maybe" if constraint.think_start_ids else "yes"
+        self._places = [_Place(begins)]  # after each number of tokens
+
+    def mask_after(self, output_ids: Seq[int]) -> bytes | None:
+        """What may follow these tokens; None for anything. GrammarError if they cannot be, or nothing may."""
+        self.move_to(output_ids)
+        return self.mask()
+
+    def move_to(self, output_ids: Seq[int]) -> None:
+        """To the place behind these tokens, from wherever this is; GrammarError if they cannot be."""
+        ids, num_known = list(output_ids), len(self._ids)
+        if ids[:num_known] != self._ids:
+            pairs = zip([*ids, -1], self._ids, strict=False)
+            num_known = next(i for i, (a, b) in enumerate(pairs) if a != b)
+            self.rollback(len(self._ids) - num_known)
+        for token_id in ids[num_known:]:
+            self.accept(token_id)
+
+    def allows(self, output_ids: Seq[int]) -> bool:
+        try:
+            self.move_to(output_ids)
+        except GrammarError:
+            return False
+        return True
+
+    def mask(self) -> bytes | None:
+        allowed = self._allowed()
+        return None if allowed is None else allowed.to_bytes(len(self._words.tokens) // 8 + 1, "little")
+
+    def accept(self, token_id: int) -> None:
+        """One token on; GrammarError, and nothing changes, for one that the grammar does not allow."""
+        place = self._places[-1]
+        if place.thinking == "maybe":
+            place = self._begun(place, token_id)
+        elif place.thinking == "yes":
+            place = self._thought(place, self._words.bytes_of(token_id))
+        else:
+            place = self._parsed(place, token_id)
+        self._places.append(place)
+        self._ids.append(token_id)
+
+    def rollback(self, num_tokens: int) -> None:
+        if num_tokens == 0:
+            return
+        num_parsed = self._places[-1].num_parsed
+        del self._places[-num_tokens:], self._ids[-num_tokens:]
+        num_parsed -= self._places[-1].num_parsed
+        if self._matcher is not None and num_parsed and not self._matcher.rollback(num_parsed):
+            raise GrammarError("the grammar cannot be taken back")
+
+    def fork(self) -> AnswerState:
+        """The same place, from where both go on apart."""
+        other = AnswerState(self._constraint, self._words, self._matcher and self._matcher.deep_copy(), self._stops)
+        other._ids, other._places = list(self._ids), list(self._places)
+        return other
+
+    # --- what may come -----------------------------------------------------------------------------------------------
+
+    def _allowed(self) -> int | None:
+        place, rules = self._places[-1], self._constraint
+        if place.thinking == "maybe":
+            if self._matcher is None:
+                return None
+            start = 1 << rules.think_start_ids[place.num_thoughts]
+            return start if place.num_thoughts else start | self._parsable(place)
+        if place.thinking == "yes":
+            num_over = -1 if rules.think_budget is None else place.num_thoughts - rules.think_budget
+            if 0 <= num_over < len(rules.think_end_ids):
+                return 1 << rules.think_end_ids[num_over]
+            return None if self._matcher is None else self._words.all & ~self._stops
+        return None if self._matcher is None else self._parsable(place)
+
+    def _parsable(self, place: _Place) -> int:
+        assert self._matcher is not None
+        allowed = int.from_bytes(self._matcher.compute_bitmask(), "little") & self._words.all
+        if self._matcher.is_error():
+            raise GrammarError("the grammar is too complex")
+        if self._matcher.is_accepting():
+            allowed |= self._stops
+        if self._constraint.json_text and not place.in_string:
+            allowed = allowed & ~self._words.too_many_digits(place.num_digits) or allowed
+        if not allowed:
+            raise GrammarError("nothing can follow in the grammar")
+        return allowed
+
+    # --- one token ---------------------------------------------------------------------------------------------------
+
+    def _begun(self, place: _Place, token_id: int) -> _Place:
+        starts = self._constraint.think_start_ids
+        if token_id != starts[place.num_thoughts]:
+            return self._parsed(_Place(), token_id)
+        if place.num_thoughts + 1 == len(starts):
+            return _Place("yes")
+        return replace(place, num_thoughts=place.num_thoughts + 1)
+
+    def _thought(self, place: _Place, token: bytes) -> _Place:
+        tail = place.tail + token
+        if self._think_end in tail:
+            return _Place()
+        return _Place("yes", place.num_thoughts + 1, tail[-(len(self._think_end) - 1) :])
+
+    def _parsed(self, place: _Place, token_id: int) -> _Place:
+        if self._matcher is None or self._stops >> token_id & 1:
+            return place
+        if not self._matcher.try_consume_tokens([token_id]):
+            raise GrammarError("the answer has left its grammar")
+        place = replace(place, num_parsed=place.num_parsed + 1)
+        return place.read(self._words.bytes_of(token_id)) if self._constraint.json_text else place

@@ -1,0 +1,79 @@
+"""Whether a grammar compiles is found out in a process that can be killed, so that nothing takes longer than it may."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from services.gateway import byte_tokenizer, structured
+from services.gateway.errors import BadRequest
+from services.gateway.grammar_pool import GrammarPool
+from services.gateway.openai_schema import CompletionRequest
+from services.gateway.request_parsing import parse
+from services.gateway.structured import Wanted
+
+
+@pytest.fixture
+async def pool() -> AsyncIterator[GrammarPool]:
+    pool = GrammarPool(byte_tokenizer.byte_tokenizer())
+    yield pool
+    await pool.close()
+
+
+def outputs(**fields: Any) -> Wanted:
+    wanted = structured.wanted(parse(CompletionRequest, {"prompt": "x", "structured_outputs": fields}))
+    assert wanted is not None
+    return wanted
+
+
+async def refused(pool: GrammarPool, wanted: Wanted) -> BadRequest:
+    with pytest.raises(BadRequest) as caught:
+        await pool.compiled(wanted)
+    assert caught.value.param == wanted.param
+    return caught.value
+
+
+async def test_what_compiles_is_given_back_and_remembered(pool: GrammarPool) -> None:
+    wanted = outputs(json={"type": "object", "properties": {"a": {"type": "integer"}}})
+    assert await pool.compiled(wanted) == wanted.grammar
+    assert await pool.compiled(outputs(regex="[a-z]{3}/\\d+")) and await pool.compiled(outputs(choice=['a"\\', "\n✓"]))
+    await pool.close()
+    assert await pool.compiled(wanted) == wanted.grammar
+
+
+async def test_both_forms_of_grammar(pool: GrammarPool) -> None:
+    assert await pool.compiled(outputs(grammar='start: "a" | <eos>'))
+    gbnf = await pool.compiled(outputs(grammar='root ::= "yes" | "no" tail\ntail ::= [0-9]+'))
+    assert "::=" not in gbnf and gbnf.startswith(structured.HEADER)
+    assert "GBNF" in (await refused(pool, outputs(grammar="root ::= ("))).message
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"regex": "(?=a)b"}, "look"), ({"regex": r"(a)\1"}, "backreferences"), ({"regex": "("}, "unclosed group"),
+        ({"json": {"$ref": "#"}}, "allows nothing"), ({"json": {"type": "thing"}}, "thing"),
+        ({"json": {"type": "string", "pattern": "(?!x)y"}}, "look"), ({"json": {"$ref": "http://x/y"}}, "http"),
+        ({"grammar": "start: nowhere"}, "nowhere"), ({"grammar": "start: <nothing>"}, "special token"),
+    ],
+)  # fmt: skip
+async def test_what_does_not_compile_is_said(pool: GrammarPool, fields: Any, said: str) -> None:
+    error = await refused(pool, outputs(**fields))
+    assert error.code == "unsupported_grammar" and said in error.message and len(error.message) < 300
+
+
+async def test_case_10_what_would_take_minutes_ends_within_seconds(pool: GrammarPool) -> None:
+    texts = [{"type": "string", "pattern": f".*{i}.*"} for i in range(200)]
+    wanted = outputs(json={"allOf": [{"properties": {f"p{i}": t, "q": t}} for i, t in enumerate(texts)]})
+    began = time.process_time()
+    assert (await refused(pool, wanted)).code == "grammar_too_complex"
+    assert time.process_time() - began < 0.5, "in this process"
+    assert await pool.compiled(outputs(regex="a+")), "the next one has another child"
+
+
+async def test_patterns_that_other_engines_die_of_are_bounded(pool: GrammarPool) -> None:
+    for regex in ("(a+)+b", "(a|aa){1,5000}b", "((a{1,100}){1,100}){1,100}", "[ab]*a[ab]{30}c"):
+        assert await pool.compiled(outputs(regex=regex))
