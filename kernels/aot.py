@@ -36,7 +36,7 @@ BEST = "sm_90"  # the target that `--quick` compiles every case for
 # In the order in which they are looked for: a kernel that has the first is not said to have the others.
 MMA = {
     "cuda": {"wgmma": "wgmma.mma_async", "tcgen05": "tcgen05.mma", "mma.sync": "mma.sync"},
-    "hip": {"mfma_32x32": "v_mfma_f32_32x32", "mfma_16x16": "v_mfma_f32_16x16", "mfma": "v_mfma"},
+    "hip": {"mfma_32x32": "_32x32x", "mfma_16x16": "_16x16x", "mfma": "v_mfma"},
 }
 
 

@@ -13,22 +13,29 @@ import torch
 
 from kernels.matmul_a16 import matmul_a16
 from kernels.matmul_float import FloatWeight, join_floats, matmul_float
+from kernels.matmul_w8a8 import ScaledWeight, join_scaled, matmul_w8a8
 from kernels.packed_weight import Codes
 from kernels.planar_weight import GroupedCodes, PlanarWeight, fits, grouped, join_planes, pack_planes
+from kernels.scaled_rows import ScaledRows
 
-DeviceWeight = FloatWeight | PlanarWeight
+DeviceWeight = FloatWeight | PlanarWeight | ScaledWeight
 
 
 def prepare(
-    weight: torch.Tensor | Codes | GroupedCodes, dtype: torch.dtype, device: torch.device | str
+    weight: torch.Tensor | Codes | GroupedCodes | ScaledWeight, dtype: torch.dtype, device: torch.device | str
 ) -> DeviceWeight:
-    """weight [N, K], laid out for products with rows of this type. Floats take the type; codes stay as many bits as
-    they are, unless their groups are too small for that."""
+    """weight [N, K], laid out for products with rows of this type.
+
+    Floats take the type. Codes keep their bits, unless their groups are too small for that. With a ScaledWeight
+    activations are quantised like the weight.
+    """
     if isinstance(weight, torch.Tensor):
         if weight.dim() != 2:
             raise ValueError(f"prepare: a matrix expected, got {tuple(weight.shape)}")
         return FloatWeight(weight.to(device, dtype).contiguous())
     moved = _moved(weight, device)
+    if isinstance(moved, ScaledWeight):
+        return moved
     codes = grouped(moved) if isinstance(moved, Codes) else moved
     return pack_planes(codes) if fits(codes) else FloatWeight(codes.values().to(dtype))
 
@@ -36,27 +43,37 @@ def prepare(
 def join(weights: Sequence[DeviceWeight]) -> DeviceWeight:
     """One weight with the rows of all, one after the other, for products with the same x. ValueError unless their
     formats and columns are equal."""
-    floats = [w for w in weights if isinstance(w, FloatWeight)]
-    planes = [w for w in weights if isinstance(w, PlanarWeight)]
-    if floats and planes:
+    first = weights[0]
+    if any(type(w) is not type(first) for w in weights):
         raise ValueError("join: weights of floats and of codes")
-    return join_floats(floats) if floats else join_planes(planes)
+    if isinstance(first, FloatWeight):
+        return join_floats([w for w in weights if isinstance(w, FloatWeight)])
+    if isinstance(first, ScaledWeight):
+        return join_scaled([w for w in weights if isinstance(w, ScaledWeight)])
+    return join_planes([w for w in weights if isinstance(w, PlanarWeight)])
 
 
 def matmul(
-    x: torch.Tensor, weight: DeviceWeight, bias: torch.Tensor | None = None, to: torch.dtype | None = None,
-    fast: bool = False,
+    x: torch.Tensor | ScaledRows, weight: DeviceWeight, bias: torch.Tensor | None = None,
+    to: torch.dtype | None = None, fast: bool = False,
 ) -> torch.Tensor:  # fmt: skip
     """x [M, K], rows perhaps apart in memory -> [M, N] of the type `to`, x's if None; bias [N].
 
-    A row's result does not depend on the other rows, nor on how many they are; with `fast` it may.
+    Rows that are quantised already go with a ScaledWeight of their format, and `to` is then to be given. A row's
+    result does not depend on the other rows, nor on how many they are; with `fast` it may.
     """
+    if isinstance(weight, ScaledWeight):
+        return matmul_w8a8(x, weight, bias, to)
+    if isinstance(x, ScaledRows):
+        raise TypeError("matmul: rows of eight bits with a weight of another format")
     if isinstance(weight, FloatWeight):
         return matmul_float(x, weight, bias, to, fast)
     return matmul_a16(x, weight, bias, to, fast)
 
 
-def _moved(codes: Codes | GroupedCodes, device: torch.device | str) -> Codes | GroupedCodes:
+def _moved(
+    codes: Codes | GroupedCodes | ScaledWeight, device: torch.device | str
+) -> Codes | GroupedCodes | ScaledWeight:
     """The codes, their tensors on the device."""
     tensors = {f.name: getattr(codes, f.name) for f in dataclasses.fields(codes)}
     moved: dict[str, Any] = {name: t.to(device) for name, t in tensors.items() if isinstance(t, torch.Tensor)}
