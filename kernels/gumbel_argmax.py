@@ -6,9 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from kernels.dispatch import uses_triton
 from kernels.gumbel import NoiseKey, gumbel_from_bits, gumbel_noise, gumbel_words
-from kernels.philox import MASK
 
 _MARGIN = 1.001  # covers float32 in the estimate and in the noise, a thousand times
 
@@ -23,31 +21,6 @@ def gumbel_argmax(scores: torch.Tensor, keys: Sequence[NoiseKey]) -> list[int]:
 def gumbel_argmax_reference(scores: torch.Tensor, keys: Sequence[NoiseKey]) -> list[int]:
     """The specification."""
     return [int((row + gumbel_noise(key, row.numel())).argmax()) for row, key in zip(scores, keys, strict=True)]
-
-
-def key_words(keys: Sequence[NoiseKey]) -> torch.Tensor:
-    """The keys as `gumbel_draw` takes them, int32 [B, 4]: seed (low and high half), position, choice, bit by bit."""
-    fields = [(k.seed & MASK, k.seed >> 32, k.position, k.choice) for k in keys]
-    return torch.tensor(fields, dtype=torch.int64).to(torch.uint32).view(torch.int32).view(-1, 4)
-
-
-def gumbel_draw(scores: torch.Tensor, words: torch.Tensor) -> torch.Tensor:
-    """As `gumbel_argmax`, for a GPU: keys are words on the device, and so are the tokens, int64 [B]."""
-    if scores.dim() != 2 or scores.dtype != torch.float32:
-        raise ValueError(f"gumbel_draw: scores {scores.dtype} {tuple(scores.shape)}")
-    if words.dtype != torch.int32 or words.shape != (scores.shape[0], 4):
-        raise ValueError(f"gumbel_draw: {words.dtype} {tuple(words.shape)} words for {scores.shape[0]} rows")
-    if uses_triton(scores):
-        from kernels.gpu.gumbel_argmax import gumbel_draw_triton  # where there is no GPU, there need be no Triton
-
-        return gumbel_draw_triton(scores, words)
-    return gumbel_draw_reference(scores, words)
-
-
-def gumbel_draw_reference(scores: torch.Tensor, words: torch.Tensor) -> torch.Tensor:
-    fields = words.view(torch.uint32).to(torch.int64).tolist()
-    keys = [NoiseKey(low | high << 32, choice, position) for low, high, position, choice in fields]
-    return torch.tensor(gumbel_argmax_reference(scores, keys), dtype=torch.int64)
 
 
 def _by_candidates(scores: torch.Tensor, keys: Sequence[NoiseKey]) -> list[int]:

@@ -14,11 +14,12 @@ import torch
 
 from kernels.gumbel import NoiseKey, gumbel_noise_at
 from kernels.gumbel_argmax import gumbel_argmax
+from kernels.log_sums import log_sum
 from kernels.native.library import NativeLibrary, Pool
 from kernels.native.structs import MAX_TOP, Sampled, SamplingRow
 from kernels.native.structs import NoiseKey as NativeKey
 from kernels.philox import MASK
-from kernels.token_filter import WEIGHT_BITS, filtered_ids, token_weights, top_ids
+from kernels.token_filter import filtered_ids, token_weights, top_ids
 
 NativeOps = tuple[NativeLibrary, Pool]
 
@@ -93,11 +94,7 @@ def _chosen(token_id: int, row: torch.Tensor, choice: TokenChoice) -> ChosenToke
     total = int(token_weights(row - largest).sum())
     ids = top_ids(row, min(choice.num_top, row.numel())).tolist() if choice.num_top else []
     logit, *best = row[[token_id, *ids]].tolist()
-    return ChosenToken(token_id, logit, _log_sum(float(largest), total), tuple(zip(ids, best, strict=True)))
-
-
-def _log_sum(largest: float, total: int) -> float:
-    return largest + math.log(total) - WEIGHT_BITS * math.log(2.0)
+    return ChosenToken(token_id, logit, log_sum(float(largest), total), tuple(zip(ids, best, strict=True)))
 
 
 def _native(
@@ -124,4 +121,4 @@ def _native(
 
 def _with_sums(got: Sampled) -> ChosenToken:
     top = tuple(zip(got.top_ids[: got.num_top], got.top_logits[: got.num_top], strict=True))
-    return ChosenToken(got.token_id, got.logit, _log_sum(got.largest, got.total), top)
+    return ChosenToken(got.token_id, got.logit, log_sum(got.largest, got.total), top)

@@ -1,32 +1,31 @@
-"""Tokens of a step on the device: drawn from the logits where they are, read by the next step there, and by the host
-when it asks.
+"""Tokens of a step on the device: drawn where the logits are, read there by the next step, by the host when it asks.
 
-What needs only the logits, greedy or with a temperature, is drawn on the device; the rest from a copy of its logits.
+The order of controls is `sampler`'s, and the tokens and log-probabilities are its own.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence as Seq
+from dataclasses import dataclass
 
 import torch
 
-from kernels.gumbel_argmax import gumbel_draw, key_words
+from kernels.draw_tokens import NOT_FINITE, draw_rows, draw_tokens
+from kernels.log_sums import log_sum, log_sums
+from kernels.logit_edits import BANNED, SEEN, LogitEdits, edit_logits_
 from services.gpu_worker.batch import SampledToken
 from services.gpu_worker.gpu_inputs import upload
-from services.gpu_worker.sampler import Draw, needs_only_logits, sample
-
-NOT_FINITE = -1
+from services.gpu_worker.sampler import LOGPROB_FLOOR, Draw, changes_logits, validate
 
 
 class PendingTokens:
-    """What a step has drawn or is about to."""
+    """What a step has drawn or is about to: int64 [S] on the device, NOT_FINITE where there is none to draw."""
 
-    def __init__(self, token_ids: torch.Tensor, by_host: dict[int, SampledToken]) -> None:
-        """token_ids int64 [S] on the device, NOT_FINITE where there is none to draw; by_host: instead of these."""
+    def __init__(self, token_ids: torch.Tensor, logprobs: _Logprobs | None = None) -> None:
         self._token_ids = token_ids
-        self._by_host = by_host
-        self._copy = torch.empty(token_ids.shape, dtype=torch.int64, pin_memory=token_ids.is_cuda)
-        self._copy.copy_(token_ids, non_blocking=True)
+        self._logprobs = logprobs
+        self._copies = [_on_host(t) for t in (token_ids, *(logprobs.tensors if logprobs else ()))]
         self._ended = torch.cuda.Event() if token_ids.is_cuda else None  # type: ignore[no-untyped-call]
         if self._ended is not None:
             self._ended.record()
@@ -39,8 +38,13 @@ class PendingTokens:
         """None where the logits are not finite."""
         if self._ended is not None:
             self._ended.synchronize()
-        tokens = [SampledToken(i) if i != NOT_FINITE else None for i in self._copy.tolist()]
-        return [self._by_host.get(n, token) for n, token in enumerate(tokens)]
+        tokens = [SampledToken(i) if i != NOT_FINITE else None for i in self._copies[0].tolist()]
+        if self._logprobs is not None:
+            told = self._logprobs.told(*(copy.tolist() for copy in self._copies[1:]))
+            for row, (logprob, top) in told.items():
+                token = tokens[row]
+                tokens[row] = None if token is None else SampledToken(token.token_id, logprob, top)
+        return tokens
 
     def fill_in(self, token_ids: torch.Tensor) -> None:
         """Puts the token of sample i where token_ids (on the device) has -1 - i. If none was drawn nobody will take the
@@ -50,23 +54,92 @@ class PendingTokens:
             token_ids.copy_(torch.where(token_ids < 0, drawn, token_ids))
 
 
+def _on_host(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy that is there once what is in the queue has run."""
+    copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+    return copy.copy_(tensor, non_blocking=True)
+
+
+@dataclass(frozen=True, slots=True)
+class _Logprobs:
+    """rows: those that ask, and for how many of the best tokens. tensors, of these rows: logits of the tokens drawn,
+    the largest, sums of weights, ids and logits of the best."""
+
+    rows: dict[int, int]
+    tensors: tuple[torch.Tensor, ...]
+
+    def told(
+        self, logits: list[float], largest: list[float], totals: list[int], ids: list[list[int]],
+        best: list[list[float]],
+    ) -> dict[int, tuple[float, tuple[tuple[int, float], ...]]]:  # fmt: skip
+        told = {}
+        for n, (row, num_top) in enumerate(self.rows.items()):
+            if totals[n] > 0:  # else the logits are not finite
+                whole = log_sum(largest[n], totals[n])
+                top = zip(ids[n][:num_top], best[n][:num_top], strict=True)
+                told[row] = (
+                    max(LOGPROB_FLOOR, logits[n] - whole),
+                    tuple((token_id, max(LOGPROB_FLOOR, logit - whole)) for token_id, logit in top),
+                )
+        return told
+
+
 def draw(logits: torch.Tensor, draws: Seq[Draw]) -> PendingTokens:
-    """One token a row of logits (float32 [S, V] on a device). ValueError as `sampler.validate`."""
+    """One token a row of logits (float32 [S, V] on a device), which it may change. ValueError as `sampler.validate`."""
     if not draws:
-        return PendingTokens(torch.empty(0, dtype=torch.int64, device=logits.device), {})
-    words = key_words([d.token_choice.key for d in draws])
-    temperatures = torch.tensor([d.token_choice.temperature for d in draws], dtype=torch.float32)
-    words, temperatures = upload([words, temperatures], logits.device)
-    largest = logits.amax(-1, keepdim=True)
-    token_ids = logits.argmax(-1)
-    if not all(d.is_greedy for d in draws):
-        noisy = gumbel_draw((logits - largest) / temperatures.clamp(min=1e-30)[:, None], words)
-        token_ids = torch.where(temperatures > 0, noisy, token_ids)
-    token_ids = torch.where(largest[:, 0].isfinite(), token_ids, NOT_FINITE)
-    rest = [n for n, d in enumerate(draws) if not needs_only_logits(d.params, d.position)]
-    if not rest:
-        return PendingTokens(token_ids, {})
-    rows = logits[rest].cpu()
-    finite = [n for n, row in zip(rest, rows, strict=True) if row.amax().isfinite()]
-    drawn = sample(rows[[rest.index(n) for n in finite]], [draws[n] for n in finite])
-    return PendingTokens(token_ids, dict(zip(finite, drawn, strict=True)))
+        return PendingTokens(torch.empty(0, dtype=torch.int64, device=logits.device))
+    for d in draws:
+        reason = validate(d.params, logits.shape[1])
+        if reason is not None:
+            raise ValueError(reason)
+    asked = ((n, d.params.logprobs) for n, d in enumerate(draws))
+    wanted = {n: min(count, logits.shape[1]) for n, count in asked if count is not None}
+    rows, edits = draw_rows([d.token_choice for d in draws]), edits_of(draws, logits.shape[1])
+    sent = [*rows.tensors(), torch.tensor(list(wanted), dtype=torch.int64), *(edits.tensors() if edits else ())]
+    there = upload(sent, logits.device)
+    raw = logits.index_select(0, there[5]) if wanted else None  # before it is changed
+    if edits is not None:
+        edit_logits_(logits, LogitEdits(*there[6:]))
+    token_ids = draw_tokens(logits, rows.with_tensors(there[:5]))
+    if raw is None:
+        return PendingTokens(token_ids)
+    drawn = raw.gather(1, token_ids.index_select(0, there[5]).clamp(min=0)[:, None])[:, 0]
+    return PendingTokens(token_ids, _Logprobs(wanted, (drawn, *log_sums(raw, max(wanted.values())).tensors())))
+
+
+def needs_history(draw: Draw) -> bool:
+    """Must all tokens before be known, to draw this one?"""
+    p = draw.params
+    return p.repetition_penalty != 1.0 or p.frequency_penalty != 0.0 or p.presence_penalty != 0.0
+
+
+def edits_of(draws: Seq[Draw], vocab_size: int) -> LogitEdits | None:
+    """What bias, bans and penalties change, on the host; None if nothing."""
+    rows: list[int] = []
+    token_ids: list[int] = []
+    biases: list[float] = []
+    flags: list[int] = []
+    counts: list[int] = []
+    for row, d in enumerate(draws):
+        if not changes_logits(d.params, d.position):
+            continue
+        p = d.params
+        banned = set(p.stop_token_ids) if d.position < p.min_tokens else set()
+        banned = banned if len(banned) < vocab_size else set()  # with every token banned there is nothing to draw
+        seen = set(d.token_ids) if p.repetition_penalty != 1.0 else set()
+        drawn = Counter(d.token_ids[d.num_prompt :] if p.frequency_penalty or p.presence_penalty else ())
+        for token_id in {*p.logit_bias, *banned, *seen, *drawn}:
+            rows.append(row)
+            token_ids.append(token_id)
+            biases.append(p.logit_bias.get(token_id, 0.0))
+            flags.append(BANNED * (token_id in banned) + SEEN * (token_id in seen))
+            counts.append(drawn[token_id])
+    if not rows:
+        return None
+    penalties = [(d.params.repetition_penalty, d.params.frequency_penalty, d.params.presence_penalty) for d in draws]
+    ints = (torch.tensor(values, dtype=torch.int32) for values in (rows, token_ids, flags, counts))
+    rows_of, ids_of, flags_of, counts_of = ints
+    return LogitEdits(
+        rows_of, ids_of, torch.tensor(biases, dtype=torch.float32), flags_of, counts_of,
+        torch.tensor(penalties, dtype=torch.float32),
+    )  # fmt: skip

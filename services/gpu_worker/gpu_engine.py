@@ -15,13 +15,12 @@ import torch
 from kernels.kv_cache import KvCache, empty_kv_cache
 from services.gpu_worker.attention_plan import Geometry
 from services.gpu_worker.batch import Chunk, Drawn, EngineInfo
-from services.gpu_worker.device_sampler import PendingTokens, draw
+from services.gpu_worker.device_sampler import PendingTokens, draw, needs_history
 from services.gpu_worker.engine import USEFUL_CONTEXTS, context_length, memory_errors
 from services.gpu_worker.gpu_inputs import build_inputs, upload
 from services.gpu_worker.kv_pool import block_bytes, num_blocks_for
 from services.gpu_worker.model.config import ConfigError
 from services.gpu_worker.model.gpu_decoder import GpuDecoder, refuse_unknown
-from services.gpu_worker.sampler import needs_only_logits
 from services.gpu_worker.speculative.verify import drawn_by_chunk, draws_of
 from services.gpu_worker.variant import gpu_variant, kind_of
 from services.gpu_worker.weights.loader import Progress, load_weights, open_source
@@ -136,6 +135,5 @@ class GpuEngine:
             if before is not None:
                 before.tokens.fill_in(inputs.token_ids)
             tokens = draw(self._decoder.forward(inputs, self._caches), draws)
-        # The step after this one draws when it begins, and what it draws by must be known then.
-        followed = all(needs_only_logits(d.params, p) for d in draws for p in (d.position, d.position + 1))
-        return GpuStep(chunks, sample_chunks, tokens, followed and not any(c.draft_ids for c in chunks))
+        waits = any(map(needs_history, draws)) or any(c.draft_ids for c in chunks)
+        return GpuStep(chunks, sample_chunks, tokens, may_be_followed=not waits)

@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.gpu.gumbel_argmax import gumbel_of
+from kernels.gpu.gumbel import gumbel_of
 
 
 @triton.jit
