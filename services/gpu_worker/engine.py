@@ -78,9 +78,10 @@ class TorchEngine:
                 num_blocks=num_blocks,
                 block_size=block_size,
                 num_layers=config.num_layers,
-                num_kv_heads=config.num_kv_heads,
-                head_dim=config.head_dim,
+                num_kv_heads=config.cache_heads,
+                head_dim=config.cache_dim,
                 dtype=kv_dtype,
+                shared=config.latent is not None,
             )
             # longrope's frequencies follow from the context, so other lengths are other models
             identity = f"{source.identity}-{length}" if config.rope.kind == "longrope" else source.identity
@@ -141,8 +142,8 @@ def _geometry(config: ModelConfig, num_blocks: int, block_size: int, max_model_l
         num_blocks=num_blocks,
         block_size=block_size,
         num_heads=config.num_heads,
-        num_kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
+        num_kv_heads=config.cache_heads,
+        head_dim=config.cache_dim,
         vocab_size=config.vocab_size,
         max_model_len=max_model_len,
         window=config.sliding_window or 0,
@@ -150,6 +151,6 @@ def _geometry(config: ModelConfig, num_blocks: int, block_size: int, max_model_l
     for row_multiple in (4, 8):
         geometry = replace(geometry, row_multiple=row_multiple)
         sizes = tuple(geometry.padded_group_rows(rows) for rows in (1, PREFILL_GROUP_ROWS))
-        if shapes_agree(sizes, config.head_dim):
+        if shapes_agree(sizes, config.cache_dim):
             return geometry
     return replace(geometry, decode_group_rows=PREFILL_GROUP_ROWS)

@@ -25,18 +25,20 @@ class KVPool:
     short sequence does not have."""
 
     def __init__(
-        self, *, num_blocks: int, block_size: int, num_layers: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype
-    ) -> None:
+        self, *, num_blocks: int, block_size: int, num_layers: int, num_kv_heads: int, head_dim: int,
+        dtype: torch.dtype, shared: bool = False,
+    ) -> None:  # fmt: skip
+        """shared: K and V are the same numbers, kept once."""
         self.num_blocks = num_blocks
         shape = (num_blocks + 1, num_kv_heads, block_size, head_dim)
-        self.layers = tuple(_cache(shape, dtype) for _ in range(num_layers))
+        self.layers = tuple(_cache(shape, dtype, shared) for _ in range(num_layers))
 
 
-def _cache(shape: tuple[int, ...], dtype: torch.dtype) -> KvCache:
-    k, v = (_zeros(shape, dtype) for _ in "kv")
-    if dtype not in LIMITS:
-        return KvCache(k, v)
-    return KvCache(k, v, *(_zeros(shape[:3], torch.float32) for _ in "kv"))
+def _cache(shape: tuple[int, ...], dtype: torch.dtype, shared: bool) -> KvCache:
+    parts = "k" if shared else "kv"
+    values = [_zeros(shape, dtype) for _ in parts]
+    scales = [_zeros(shape[:3], torch.float32) for _ in parts] if dtype in LIMITS else [None]
+    return KvCache(values[0], values[-1], scales[0], scales[-1])
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -53,8 +55,9 @@ def cache_dtype(name: str) -> torch.dtype:
 
 def block_bytes(config: ModelConfig, block_size: int, dtype: torch.dtype) -> int:
     """Of one KV block in all layers, with scales."""
-    head_bytes = config.head_dim * dtype.itemsize + (SCALE_BYTES if dtype in LIMITS else 0)
-    return 2 * config.num_layers * config.num_kv_heads * block_size * head_bytes
+    head_bytes = config.cache_dim * dtype.itemsize + (SCALE_BYTES if dtype in LIMITS else 0)
+    num_parts = 2 if config.latent is None else 1
+    return num_parts * config.num_layers * config.cache_heads * block_size * head_bytes
 
 
 def num_blocks_for(kv_cache_bytes: int | None, block_bytes: int, most_useful: int) -> int:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from tests.gpu_worker.any_engine import load_torch, logits_along
 from tests.gpu_worker.gguf_files import write_gguf
@@ -32,16 +34,39 @@ def test_logits_are_those_of_transformers(tmp_path: Path, name: str) -> None:
             torch.testing.assert_close(mine, want, atol=1e-4, rtol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["gemma2", "mixtral", "qwen2-moe", "starcoder2-window", "olmo3"])
-def test_a_sequence_alone_has_the_same_bits(tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize(
+    "name", ["gemma2", "mixtral", "qwen2-moe", "starcoder2-window", "olmo3", "deepseek2", "deepseek3"]
+)
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8"])
+def test_a_sequence_alone_has_the_same_bits(tmp_path: Path, name: str, kv_cache_dtype: str) -> None:
     with torch_threads(1):
         save(name, tmp_path)
-        engine = load_torch(tmp_path, kv_cache_bytes=8 << 20)
+        engine = load_torch(tmp_path, kv_cache_bytes=8 << 20, kv_cache_dtype=kv_cache_dtype)
         texts = [text + text[:3] for text in prompts(4, low=20, high=90)]
         num_prompt = [len(text) - 3 for text in texts]
         together = logits_along(engine, texts, num_prompt)
         for text, count, want in zip(texts, num_prompt, together, strict=True):
             assert torch.equal(logits_along(engine, [text], [count], chunk=32)[0], want)
+
+
+def test_a_latent_is_kept_once(tmp_path: Path) -> None:
+    """A token has one row for all heads, in eight bits too; layers that foresee further tokens are left out."""
+    with torch_threads(1):
+        model = save("deepseek3", tmp_path, first_k_dense_replace=3)  # experts would be others in eight bits
+        tensors = load_file(tmp_path / "model.safetensors")
+        copies = {
+            name.replace("layers.2.", "layers.3."): tensor.clone() for name, tensor in tensors.items() if ".2." in name
+        }
+        save_file(tensors | copies, tmp_path / "model.safetensors", metadata={"format": "pt"})
+        config = json.loads((tmp_path / "config.json").read_text())
+        (tmp_path / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 1}))
+        engines = [load_torch(tmp_path, kv_cache_bytes=1 << 20, kv_cache_dtype=name) for name in ("auto", "int8")]
+        text = prompts(1, low=60, high=61)[0]
+        want, got = (logits_along(engine, [text], [len(text)]) for engine in engines)
+        with torch.no_grad():
+            torch.testing.assert_close(want[0], model(torch.tensor([text])).logits[0, -1:], atol=1e-4, rtol=1e-5)
+    assert engines[0].info.num_blocks == (1 << 20) // (3 * 16 * (24 + 8) * 4)
+    assert 0 < (got - want).std() / want.std() < 0.1
 
 
 GGUF_PATTERNS = {"num_hidden_layers": 6, "sliding_window_pattern": 6, "query_pre_attn_scalar": 16}

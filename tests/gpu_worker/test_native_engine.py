@@ -201,6 +201,7 @@ def test_without_a_compiler_torch_computes_and_says_so_once(
         ("granite", "a scaled embedding, scaled residuals"),
         ("olmo2", "norms after attention and feed-forward part, a norm of all query heads together"),
         ("mixtral", "a mixture of experts"),
+        ("deepseek2", "a mixture of experts, latent attention, partial rotary embedding"),
         ("starcoder2", "layer norm, the activation gelu_tanh, a feed-forward part without a gate"),
         ("phi3-longrope", "rotary frequencies that follow from the context (longrope)"),
     ],

@@ -40,6 +40,11 @@ GEMMA2 = {"head_dim": 16, "sliding_window": WINDOW, "query_pre_attn_scalar": 12}
 GEMMA3 = {"head_dim": 16, "sliding_window": WINDOW, "query_pre_attn_scalar": 12, "num_hidden_layers": 4,
           "sliding_window_pattern": 2}  # fmt: skip
 EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+DEEPSEEK = {
+    "num_key_value_heads": 6, "q_lora_rank": 20, "kv_lora_rank": 24, "qk_rope_head_dim": 8, "qk_nope_head_dim": 12,
+    "v_head_dim": 16, "n_routed_experts": 6, "n_shared_experts": 1, "moe_intermediate_size": 24,
+    "first_k_dense_replace": 1,
+}  # fmt: skip
 ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {"head_dim": 16}),
     "llama-tied": ("Llama", {"tie_word_embeddings": True, "head_dim": 8}),
@@ -104,6 +109,19 @@ MORE_ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral-tied": ("Mixtral", {"num_local_experts": 5, "num_experts_per_tok": 1, "tie_word_embeddings": True}),
     "qwen2-moe": ("Qwen2Moe", EXPERTS | {"shared_expert_intermediate_size": 24}),
     "qwen3-moe": ("Qwen3Moe", EXPERTS | {"head_dim": 8, "norm_topk_prob": True, "mlp_only_layers": [1]}),
+    "deepseek2": ("DeepseekV2", DEEPSEEK | {"num_experts_per_tok": 2, "routed_scaling_factor": 1.5}),
+    "deepseek2-groups": (
+        "DeepseekV2",
+        DEEPSEEK | {"q_lora_rank": None, "topk_method": "group_limited_greedy", "n_group": 3, "topk_group": 2}
+        | {"num_experts_per_tok": 3, "first_k_dense_replace": 1, "rope_parameters": YARN},
+    ),
+    "deepseek3": ("DeepseekV3", DEEPSEEK | {"n_group": 3, "topk_group": 2, "num_experts_per_tok": 2}),
+    "deepseek3-yarn": (
+        "DeepseekV3",
+        DEEPSEEK | {"n_group": 2, "topk_group": 1, "num_experts_per_tok": 2, "rope_interleave": False}
+        | {"q_lora_rank": None, "n_shared_experts": 2}
+        | {"rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 0.8}},
+    ),
     "qwen3-moe-tied": ("Qwen3Moe", EXPERTS | {"head_dim": 8, "decoder_sparse_step": 2, "tie_word_embeddings": True}),
 }  # fmt: skip
 
@@ -122,6 +140,9 @@ def build(name: str, seed: int = 0, **changes: Any) -> transformers.PreTrainedMo
                 parameter.normal_(0.0, 0.2)
             elif "norm" in parameter_name:
                 parameter.uniform_(0.5, 1.5)
+    for name, buffer in model.named_buffers():
+        if name.endswith("_bias"):  # of the choice of experts
+            buffer.uniform_(-0.3, 0.3)
     return model
 
 

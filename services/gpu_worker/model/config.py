@@ -83,6 +83,34 @@ class ExpertConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class LatentConfig:
+    """Keys and values as one latent of `rank` numbers a token, and one turned part of the key for all heads (MLA).
+
+    q_rank: queries come from a latent of their own; 0: from the input. A head's query is nope_dim plain numbers and
+    rope_dim turned ones. in_pairs: files have the rows of turned parts in rotary pairs, not in halves.
+    """
+
+    rank: int
+    rope_dim: int
+    nope_dim: int
+    value_dim: int
+    q_rank: int = 0
+    in_pairs: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("rank", "rope_dim", "nope_dim", "value_dim"):
+            if not 1 <= getattr(self, name) <= 1 << 16:
+                raise ConfigError(f"{name}: {getattr(self, name)} is not a sane size of latent attention")
+        if self.rope_dim % 2 or not 0 <= self.q_rank <= 1 << 16:
+            raise ConfigError(f"qk_rope_head_dim or q_lora_rank: {self.rope_dim} or {self.q_rank} cannot be")
+
+    @property
+    def row(self) -> int:
+        """Numbers that a token has in the cache."""
+        return self.rank + self.rope_dim
+
+
+@dataclass(frozen=True, slots=True)
 class LayerKind:
     """In what layers of one model differ."""
 
@@ -129,6 +157,7 @@ class ModelConfig:
     residual_scale: float = 1.0
     logit_scale: float = 1.0
     experts: ExpertConfig | None = None
+    latent: LatentConfig | None = None
     tied: bool | None = None
 
     def __post_init__(self) -> None:
@@ -156,6 +185,15 @@ class ModelConfig:
     def turned(self) -> int:
         """How many dimensions of a head turn."""
         return self.rotary_dim or self.head_dim
+
+    @property
+    def cache_heads(self) -> int:
+        return self.num_kv_heads if self.latent is None else 1
+
+    @property
+    def cache_dim(self) -> int:
+        """Numbers of a token's head in the cache, in K and in V; of a latent K is V."""
+        return self.head_dim if self.latent is None else self.latent.row
 
     @property
     def query_scale(self) -> float:

@@ -9,6 +9,7 @@ from kernels.softcap import softcap_
 from services.gpu_worker.kv_pool import KVPool
 from services.gpu_worker.model.config import LayerKind, ModelConfig
 from services.gpu_worker.model.feed_forward import feed_forward
+from services.gpu_worker.model.latent_attention import latent_attention
 from services.gpu_worker.model.layers import DecoderWeights, LayerWeights, RopeRows, attention_block
 from services.gpu_worker.model.rope import Tables, local_rope_tables, rope_tables
 from services.gpu_worker.step_inputs import StepInputs
@@ -42,7 +43,8 @@ class Decoder:
     ) -> torch.Tensor:  # fmt: skip
         scale = self.config.residual_scale
         y = x if layer.attn_norm is None else layer.attn_norm(x)
-        y = attention_block(y, layer, kind, cache, inputs, angles, self.config)
+        attention = attention_block if layer.latent is None else latent_attention
+        y = attention(y, layer, kind, cache, inputs, angles, self.config)
         y = y if layer.attn_post_norm is None else layer.attn_post_norm(y)
         x = x + (y if scale == 1.0 else y * scale)
         y = x if layer.ffn_norm is None else layer.ffn_norm(x)

@@ -52,6 +52,7 @@ class Family:
     scales_embedding: bool = False  # by sqrt(hidden_size)
     full_every: int = 0
     plain_windows: bool = False  # rope_scaling is not for the layers with a window
+    scoring: str = "softmax"  # of the router; sigmoid: with a bias to the choice, and groups by their two best
     renormalize: bool = True  # the weights of chosen experts, where the configuration does not say
     # how a config.json says it
     reads: frozenset[str] = frozenset()
@@ -198,6 +199,43 @@ QWEN2_MOE = replace(
     }),
 )  # fmt: skip
 
+DEEPSEEK3 = Family(
+    scoring="sigmoid",
+    ignores=_reads("auto_map", "aux_loss_alpha", "seq_aux", "ep_size", "num_nextn_predict_layers", "num_mtp_layers"),
+    constants={"moe_layer_freq": (1,), "scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",)},
+    reads=_reads(
+        "num_experts_per_tok", "n_routed_experts", "n_shared_experts", "moe_intermediate_size", "norm_topk_prob",
+        "first_k_dense_replace", "n_group", "topk_group", "routed_scaling_factor", "kv_lora_rank", "q_lora_rank",
+        "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim", "rope_interleave",
+    ),
+    assumes={
+        "num_experts_per_tok": 8, "n_routed_experts": 256, "n_shared_experts": 1, "moe_intermediate_size": 2048,
+        "first_k_dense_replace": 3, "n_group": 8, "topk_group": 4, "routed_scaling_factor": 2.5, "kv_lora_rank": 512,
+        "q_lora_rank": 1536, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128,
+    },
+    names=_named({
+        "q_a": "self_attn.q_a_proj",
+        "q_norm": "self_attn.q_a_layernorm",
+        "q_b": "self_attn.q_b_proj",
+        "kv_a": "self_attn.kv_a_proj_with_mqa",
+        "k_norm": "self_attn.kv_a_layernorm",
+        "kv_b": "self_attn.kv_b_proj",
+        "choice": "mlp.gate.e_score_correction_bias",
+        "shared.gate": "mlp.shared_experts.gate_proj",
+        "shared.up": "mlp.shared_experts.up_proj",
+        "shared.down": "mlp.shared_experts.down_proj",
+    }),
+)  # fmt: skip
+DEEPSEEK2 = replace(
+    DEEPSEEK3, scoring="softmax", reads=(DEEPSEEK3.reads - _reads("rope_interleave")) | _reads("topk_method"),
+    constants={"moe_layer_freq": (1,), "scoring_func": ("softmax",), "mlp_bias": (False,)},
+    assumes={
+        "n_routed_experts": 64, "n_shared_experts": 2, "moe_intermediate_size": 1407, "first_k_dense_replace": 0,
+        "topk_method": "greedy", "kv_lora_rank": 512, "q_lora_rank": 1536, "qk_rope_head_dim": 64,
+        "qk_nope_head_dim": 128, "v_head_dim": 128,
+    },
+)  # fmt: skip
+
 HF_FAMILIES: Mapping[str, Family] = {
     "LlamaForCausalLM": LLAMA,
     "MistralForCausalLM": MISTRAL,
@@ -216,6 +254,8 @@ HF_FAMILIES: Mapping[str, Family] = {
     "MixtralForCausalLM": MIXTRAL,
     "Qwen2MoeForCausalLM": QWEN2_MOE,
     "Qwen3MoeForCausalLM": QWEN3_MOE,
+    "DeepseekV2ForCausalLM": DEEPSEEK2,
+    "DeepseekV3ForCausalLM": DEEPSEEK3,
 }
 GGUF_FAMILIES: Mapping[str, Family] = {
     "llama": LLAMA,  # Mistral and Mixtral too

@@ -27,6 +27,8 @@ Angles = tuple[torch.Tensor, torch.Tensor]  # cosines and sines of all positions
 
 def refuse_unknown(config: ModelConfig) -> None:
     """NotOnGpuError for what the decoder does not compute, by name."""
+    if config.latent is not None:
+        raise NotOnGpuError("latent attention is not computed on GPUs")
     if config.experts is not None:
         raise NotOnGpuError("a mixture of experts is not computed on GPUs")
 

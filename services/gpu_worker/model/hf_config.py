@@ -13,6 +13,7 @@ from services.gpu_worker.model.config import (
     ModelConfig,
 )
 from services.gpu_worker.model.families import HF_FAMILIES, Family
+from services.gpu_worker.model.hf_latent import latent_scale, read_experts, read_latent, sparse_from
 from services.gpu_worker.model.hf_rope import FamilyKeys, read_ropes
 
 ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh"}
@@ -76,15 +77,21 @@ def config_from_hf(values: Mapping[str, Any]) -> ModelConfig:
     num_layers = keys.need("num_hidden_layers", int)
     if not 1 <= num_layers <= MAX_LAYERS:
         raise ConfigError(f"num_hidden_layers: {num_layers} is not a sane size")
+    latent = read_latent(keys)
     head_dim = keys.take("head_dim", int, hidden_size // max(1, num_heads))
     rotary, sparse = _rotary_layers(keys, num_layers), _sparse_layers(keys, num_layers)
     windowed, window = _windows(keys, rotary)
     full_rope, local_rope, rotary_dim = read_ropes(keys, head_dim)
+    scale = keys.own("attention_multiplier", float, 0.0)
+    if latent is not None:
+        head_dim, rotary_dim = latent.nope_dim + latent.rope_dim, latent.rope_dim
+        scale = latent_scale(latent, dict(values))
     all_biased, attention_bias = keys.own("use_bias", bool, False), keys.own("attention_bias", bool, False)
     qkv_bias = family.qkv_bias and keys.own("qkv_bias", bool, True) or keys.own("use_qkv_bias", bool, False)
     query_scalar = keys.own("query_pre_attn_scalar", float, 0.0)
     if query_scalar < 0:
         raise ConfigError(f"query_pre_attn_scalar: {query_scalar} is out of range")
+    experts = _experts(keys) if "num_experts_per_tok" in family.reads else None
     config = ModelConfig(
         vocab_size=keys.need("vocab_size", int),
         hidden_size=hidden_size,
@@ -107,14 +114,15 @@ def config_from_hf(values: Mapping[str, Any]) -> ModelConfig:
         qk_norm=family.qk_norm,
         activation=_activation(keys),
         gated=family.gated,
-        attention_scale=query_scalar**-0.5 if query_scalar else keys.own("attention_multiplier", float, 0.0),
+        attention_scale=query_scalar**-0.5 if query_scalar else scale,
         attention_softcap=keys.own("attn_logit_softcapping", float, 0.0),
         logit_softcap=keys.own("final_logit_softcapping", float, 0.0),
         sliding_window=window if any(windowed) else None,
         embedding_scale=keys.own("embedding_multiplier", float, hidden_size**0.5 if family.scales_embedding else 1.0),
         residual_scale=keys.own("residual_multiplier", float, 1.0),
         logit_scale=1.0 / (keys.own("logits_scaling", float, 1.0) or 1.0),
-        experts=_experts(keys) if any(sparse) else None,
+        experts=experts if any(sparse) else None,
+        latent=latent,
         tied=keys.take("tie_word_embeddings", bool),
     )
     for key, known in family.constants.items():
@@ -168,6 +176,8 @@ def _rotary_layers(keys: FamilyKeys, num_layers: int) -> list[bool]:
 def _sparse_layers(keys: FamilyKeys, num_layers: int) -> list[bool]:
     if "num_experts_per_tok" not in keys.family.reads:
         return [False] * num_layers
+    if "first_k_dense_replace" in keys.family.reads:
+        return sparse_from(keys, num_layers)
     step, dense = keys.own("decoder_sparse_step", int, 1), keys.own("mlp_only_layers", list, [])
     if step < 1 or not all(type(i) is int for i in dense):
         raise ConfigError("decoder_sparse_step or mlp_only_layers is out of range")
@@ -175,6 +185,8 @@ def _sparse_layers(keys: FamilyKeys, num_layers: int) -> list[bool]:
 
 
 def _experts(keys: FamilyKeys) -> ExpertConfig:
+    if "n_routed_experts" in keys.family.reads:
+        return read_experts(keys)
     shared_size = keys.own("shared_expert_intermediate_size", int, 0)
     num_local, num_experts = keys.own("num_local_experts", int), keys.own("num_experts", int, 0)  # two names for one
     return ExpertConfig(

@@ -67,8 +67,19 @@ class ExpertWeights:
 
 
 @dataclass(frozen=True, slots=True)
+class LatentWeights:
+    """q_up: from the query's latent, if it has one. key_up and value_up: for each head from nope_dim numbers of a query
+    to the latent's, and from a latent to a value."""
+
+    q_up: Product | None
+    key_up: tuple[Product, ...]
+    value_up: tuple[Product, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class LayerWeights:
-    """qkv: the rows of query, key and value. Norms are before a half of the layer or on what it adds, or absent."""
+    """qkv: the rows of query, key and value, or of all that leads to latents, whose norms then are q_norm and k_norm.
+    Norms are before a half of the layer or on what it adds, or absent."""
 
     attn_norm: Norm | None
     qkv: Product
@@ -79,6 +90,7 @@ class LayerWeights:
     ffn_norm: Norm | None
     ffn: FeedForwardWeights | ExpertWeights
     ffn_post_norm: Norm | None
+    latent: LatentWeights | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,15 +125,22 @@ def attention_block(
     if angles is not None:
         qk = _turned(qk, angles)
     q, k = qk[:, :num_heads], qk[:, num_heads:]
+    return layer.out(attended(q, k, v, kind, cache, inputs, config).view(-1, num_heads * dim))
+
+
+def attended(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kind: LayerKind, cache: KvCache, inputs: StepInputs,
+    config: ModelConfig,
+) -> torch.Tensor:  # fmt: skip
+    """[N and padding, H, D]; k and v go to the cache."""
     n = inputs.num_rows
     kv_write(k[:n], v[:n], cache, inputs.kv_rows, inputs.started_blocks)
     plans = inputs.window_plans if kind.windowed else inputs.plans
     scale, cap = config.query_scale, config.attention_softcap
     parts = [paged_attention(q, cache, plan, scale, cap) for plan in plans]
-    if n < x.shape[0]:
-        parts.append(x.new_zeros(x.shape[0] - n, num_heads, dim))
-    mixed = parts[0] if len(parts) == 1 else torch.cat(parts)
-    return layer.out(mixed.view(-1, num_heads * dim))
+    if n < q.shape[0]:
+        parts.append(q.new_zeros(q.shape[0] - n, *q.shape[1:]))
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def _normed(heads: torch.Tensor, norm: Norm, over: str) -> torch.Tensor:

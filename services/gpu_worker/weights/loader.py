@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
 from kernels.matmul_dense import DensePacker
-from services.gpu_worker.model.config import ALL_NORMS, ModelConfig
+from services.gpu_worker.model.config import ALL_NORMS, LatentConfig, ModelConfig
 from services.gpu_worker.model.layers import (
     DecoderWeights,
     ExpertWeights,
     FeedForwardWeights,
+    LatentWeights,
     LayerWeights,
     Linear,
     Norm,
@@ -89,17 +90,57 @@ def load_weights(
 def _layer(reader: _Reader, config: ModelConfig, number: int) -> LayerWeights:
     at, hidden = f"layers.{number}.", config.hidden_size
     heads, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    norms = {name: reader.norm(at + name, hidden) if name in config.norms else None for name in ALL_NORMS}
+    norms: dict[str, Any] = {
+        name: reader.norm(at + name, hidden) if name in config.norms else None for name in ALL_NORMS
+    }
     q_size, k_size = (heads, kv) if config.qk_norm == "row" else (config.head_dim, config.head_dim)
     sparse = config.layers[number].sparse
+    ffn = _experts(reader, config, at) if sparse else _ffn(reader, config, at, config.intermediate_size)
+    if config.latent is not None:
+        return _latent_layer(reader, config, config.latent, at, norms, ffn)
     return LayerWeights(
         **norms,
         qkv=reader.linear([(f"{at}q", heads), (f"{at}k", kv), (f"{at}v", kv)], hidden, config.qkv_bias),
         q_norm=reader.head_norm(f"{at}q_norm", q_size) if config.qk_norm else None,
         k_norm=reader.head_norm(f"{at}k_norm", k_size) if config.qk_norm else None,
         out=reader.linear([(f"{at}out", hidden)], heads, config.out_bias),
-        ffn=_experts(reader, config, at) if sparse else _ffn(reader, config, at, config.intermediate_size),
+        ffn=ffn,
     )
+
+
+def _latent_layer(
+    reader: _Reader, config: ModelConfig, latent: LatentConfig, at: str, norms: Mapping[str, Any],
+    ffn: FeedForwardWeights | ExpertWeights,
+) -> LayerWeights:  # fmt: skip
+    heads, hidden, rank = config.num_heads, config.hidden_size, latent.rank
+    head_rows, up_rows = latent.nope_dim + latent.rope_dim, latent.nope_dim + latent.value_dim
+    q_order = torch.arange(heads * head_rows).view(heads, -1)[:, _turned_last(latent, latent.nope_dim)].flatten()
+    q_down = torch.arange(latent.q_rank) if latent.q_rank else q_order
+    order = torch.cat((q_down, len(q_down) + _turned_last(latent, rank)))
+    down = [(f"{at}q_a" if latent.q_rank else f"{at}q", len(q_down)), (f"{at}kv_a", latent.row)]
+    up = reader.weight([(f"{at}kv_b", heads * up_rows)], rank).view(heads, up_rows, rank)
+    product = reader.placement.product
+    return LayerWeights(
+        **norms,
+        qkv=reader.linear(down, hidden, False, order),
+        q_norm=reader.head_norm(f"{at}q_norm", latent.q_rank) if latent.q_rank else None,
+        k_norm=reader.head_norm(f"{at}k_norm", rank),
+        out=reader.linear([(f"{at}out", hidden)], heads * latent.value_dim, config.out_bias),
+        ffn=ffn,
+        latent=LatentWeights(
+            q_up=reader.linear([(f"{at}q_b", len(q_order))], latent.q_rank, False, q_order) if latent.q_rank else None,
+            key_up=tuple(product(head[: latent.nope_dim].t().contiguous(), None) for head in up),
+            value_up=tuple(product(head[latent.nope_dim :].contiguous(), None) for head in up),
+        ),
+    )
+
+
+def _turned_last(latent: LatentConfig, first: int) -> torch.Tensor:
+    """The order of rows in which, after the first, turned ones come in halves."""
+    turned = torch.arange(latent.rope_dim)
+    if latent.in_pairs:
+        turned = turned.view(-1, 2).t().flatten()
+    return torch.cat((torch.arange(first), first + turned))
 
 
 def _ffn(reader: _Reader, config: ModelConfig, at: str, size: int) -> FeedForwardWeights:
@@ -192,9 +233,15 @@ class _Reader:
     def head_norm(self, place: str, size: int) -> Norm:
         return Norm(self.read(f"{place}.weight", size), None, self.source.config.norm_eps)
 
-    def linear(self, parts: list[tuple[str, int]], in_features: int, bias: bool) -> Product:
-        """One projection from several with the same input: their rows, one after the other."""
-        weight = self._fused([(f"{name}.weight", rows) for name, rows in parts], (in_features,))
+    def weight(self, parts: list[tuple[str, int]], in_features: int) -> torch.Tensor:
+        return self._fused([(f"{name}.weight", rows) for name, rows in parts], (in_features,))
+
+    def linear(
+        self, parts: list[tuple[str, int]], in_features: int, bias: bool, order: torch.Tensor | None = None
+    ) -> Product:
+        """One projection from several with the same input: their rows, one after the other, or in an order."""
+        weight = self.weight(parts, in_features)
+        weight = weight if order is None else weight[order]
         bias_row = self._fused([(f"{name}.bias", rows) for name, rows in parts], ()) if bias else None
         return self.placement.product(weight, bias_row)
 

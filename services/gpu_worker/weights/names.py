@@ -65,6 +65,8 @@ class Names:
     def places(self, name: str) -> tuple[str, ...]:
         """Where the tensor's rows go; none if it has no place."""
         stem, _, kind = name.rpartition(".")
+        if kind.endswith("_bias"):  # a name of its own
+            stem, kind = name, "bias"
         if stem in self._top_places:
             return (f"{self._top_places[stem]}.{kind}",)
         match = re.match(re.escape(self._prefix) + r"(0|[1-9][0-9]{0,5})\.(.+)", stem)
@@ -92,7 +94,8 @@ class Names:
             return f"{self._top_names[stem]}.{kind}"
         _, layer, rest = stem.split(".", 2)
         rest, number = (rest, None) if rest in self._names else _numbered(rest)
-        return f"{self._prefix}{layer}.{self._names.get(rest, rest).format(number)}.{kind}"
+        found = f"{self._prefix}{layer}.{self._names.get(rest, rest).format(number)}"
+        return found if found.endswith("_bias") else f"{found}.{kind}"
 
 
 def _numbered(rest: str) -> tuple[str, str | None]:

@@ -74,6 +74,7 @@ def refuse_unknown(config: ModelConfig) -> None:
         f"the activation {config.activation}": config.activation == "silu",
         "a feed-forward part without a gate": config.gated,
         "a mixture of experts": config.experts is None,
+        "latent attention": config.latent is None,
         "soft-capping": not config.attention_softcap and not config.logit_softcap,
         "rotary frequencies that follow from the context (longrope)": config.rope.kind != "longrope",
         "partial rotary embedding": config.turned == config.head_dim,

@@ -38,7 +38,11 @@ class SafetensorsSource:
         self.family, self.config = hf_family(values), config_from_hf(values)
         self._norm_offset = self.family.norm_offset
         paths = shard_paths(folder)
-        self._tensors = readable_tensors(quantization, _stored(paths))
+        stored = _stored(paths)
+        for number in range(_num_draft_layers(values)):
+            prefix = f"model.layers.{self.config.num_layers + number}."
+            stored = {name: tensor for name, tensor in stored.items() if not name.startswith(prefix)}
+        self._tensors = readable_tensors(quantization, stored)
         self._method = str(quantization["quant_method"]) if quantization else ""
         self._codes_types: dict[str, str] = {}
         names = hf_names(self.family, self.config)
@@ -95,6 +99,12 @@ class SafetensorsSource:
     def _rows(self, name: str, start: int, end: int) -> torch.Tensor:
         part = self._parts[name]
         return self._tensors[part.name].rows(part.first_row + start, part.first_row + end)
+
+
+def _num_draft_layers(values: dict[str, Any]) -> int:
+    """Layers past the last that foresee further tokens: nothing follows from them here."""
+    number = values.get("num_nextn_predict_layers")
+    return number if type(number) is int and 0 <= number < 16 else 0
 
 
 def _stored(paths: list[Path]) -> dict[str, StoredTensor]:
