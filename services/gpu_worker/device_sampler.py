@@ -6,14 +6,17 @@ The order of controls is `sampler`'s, and the tokens and log-probabilities are i
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from kernels.draw_tokens import NOT_FINITE, draw_rows, draw_tokens
 from kernels.log_sums import log_sum, log_sums
 from kernels.logit_edits import BANNED, SEEN, LogitEdits, edit_logits_
+from kernels.token_mask import forbid_, num_words
 from services.gpu_worker.batch import SampledToken
 from services.gpu_worker.gpu_inputs import upload
 from services.gpu_worker.sampler import LOGPROB_FLOOR, Draw, changes_logits, validate
@@ -94,12 +97,15 @@ def draw(logits: torch.Tensor, draws: Seq[Draw]) -> PendingTokens:
             raise ValueError(reason)
     asked = ((n, d.params.logprobs) for n, d in enumerate(draws))
     wanted = {n: min(count, logits.shape[1]) for n, count in asked if count is not None}
-    rows, edits = draw_rows([d.token_choice for d in draws]), edits_of(draws, logits.shape[1])
-    sent = [*rows.tensors(), torch.tensor(list(wanted), dtype=torch.int64), *(edits.tensors() if edits else ())]
+    rows, masks = draw_rows([d.token_choice for d in draws]), masks_of(draws, logits.shape[1])
+    edits = edits_of(draws, logits.shape[1], masks)
+    sent = [*rows.tensors(), torch.tensor(list(wanted), dtype=torch.int64), *_packed(masks), *edits.tensors()]
     there = upload(sent, logits.device)
     raw = logits.index_select(0, there[5]) if wanted else None  # before it is changed
-    if edits is not None:
-        edit_logits_(logits, LogitEdits(*there[6:]))
+    if masks:
+        forbid_(logits, there[6], there[7])
+    if edits.rows.shape[0]:
+        edit_logits_(logits, LogitEdits(*there[8:]))
     token_ids = draw_tokens(logits, rows.with_tensors(there[:5]))
     if raw is None:
         return PendingTokens(token_ids)
@@ -110,11 +116,33 @@ def draw(logits: torch.Tensor, draws: Seq[Draw]) -> PendingTokens:
 def needs_history(draw: Draw) -> bool:
     """Must all tokens before be known, to draw this one?"""
     p = draw.params
-    return p.repetition_penalty != 1.0 or p.frequency_penalty != 0.0 or p.presence_penalty != 0.0
+    penalised = p.repetition_penalty != 1.0 or p.frequency_penalty != 0.0 or p.presence_penalty != 0.0
+    return penalised or p.constraint is not None
 
 
-def edits_of(draws: Seq[Draw], vocab_size: int) -> LogitEdits | None:
-    """What bias, bans and penalties change, on the host; None if nothing."""
+Mask = np.ndarray[tuple[int], np.dtype[np.uint8]]  # bits of the vocabulary, filled up to whole words
+
+
+def masks_of(draws: Seq[Draw], vocab_size: int) -> dict[int, Mask]:
+    """What the rows' grammars allow, of those that forbid something. ValueError as `Answer.mask_after`."""
+    masks = {}
+    for row, d in enumerate(draws):
+        allowed = None if d.answer is None else d.answer.mask_after(d.token_ids[d.num_prompt :])
+        if allowed is not None:
+            mask = np.zeros(num_words(vocab_size) * 4, np.uint8)
+            given = np.frombuffer(allowed, np.uint8)[: len(mask)]
+            mask[: len(given)] = given
+            masks[row] = mask
+    return masks
+
+
+def _packed(masks: dict[int, Mask]) -> tuple[torch.Tensor, torch.Tensor]:
+    words = np.stack(list(masks.values())).view(np.int32) if masks else np.zeros((0, 0), np.int32)
+    return torch.tensor(list(masks), dtype=torch.int32), torch.from_numpy(words)
+
+
+def edits_of(draws: Seq[Draw], vocab_size: int, masks: Mapping[int, Mask]) -> LogitEdits:
+    """What bias, bans and penalties change, on the host."""
     rows: list[int] = []
     token_ids: list[int] = []
     biases: list[float] = []
@@ -124,8 +152,7 @@ def edits_of(draws: Seq[Draw], vocab_size: int) -> LogitEdits | None:
         if not changes_logits(d.params, d.position):
             continue
         p = d.params
-        banned = set(p.stop_token_ids) if d.position < p.min_tokens else set()
-        banned = banned if len(banned) < vocab_size else set()  # with every token banned there is nothing to draw
+        banned = _banned(d, vocab_size, masks.get(row))
         seen = set(d.token_ids) if p.repetition_penalty != 1.0 else set()
         drawn = Counter(d.token_ids[d.num_prompt :] if p.frequency_penalty or p.presence_penalty else ())
         for token_id in {*p.logit_bias, *banned, *seen, *drawn}:
@@ -134,12 +161,18 @@ def edits_of(draws: Seq[Draw], vocab_size: int) -> LogitEdits | None:
             biases.append(p.logit_bias.get(token_id, 0.0))
             flags.append(BANNED * (token_id in banned) + SEEN * (token_id in seen))
             counts.append(drawn[token_id])
-    if not rows:
-        return None
     penalties = [(d.params.repetition_penalty, d.params.frequency_penalty, d.params.presence_penalty) for d in draws]
-    ints = (torch.tensor(values, dtype=torch.int32) for values in (rows, token_ids, flags, counts))
-    rows_of, ids_of, flags_of, counts_of = ints
-    return LogitEdits(
-        rows_of, ids_of, torch.tensor(biases, dtype=torch.float32), flags_of, counts_of,
-        torch.tensor(penalties, dtype=torch.float32),
-    )  # fmt: skip
+    ints = [torch.tensor(values, dtype=torch.int32) for values in (rows, token_ids, flags, counts)]
+    floats = [torch.tensor(values, dtype=torch.float32) for values in (biases, penalties)]
+    return LogitEdits(ints[0], ints[1], floats[0], ints[2], ints[3], floats[1])
+
+
+def _banned(draw: Draw, vocab_size: int, mask: Mask | None) -> set[int]:
+    """None where they are all there is to draw."""
+    banned = set(draw.params.stop_token_ids) if draw.position < draw.params.min_tokens else set()
+    if mask is None:
+        return banned if len(banned) < vocab_size else set()
+    left = mask.copy()
+    for token_id in banned:
+        left[token_id // 8] &= ~(1 << token_id % 8) & 0xFF
+    return banned if np.unpackbits(left, bitorder="little")[:vocab_size].any() else set()
