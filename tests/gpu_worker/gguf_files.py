@@ -104,6 +104,9 @@ def _add_family_metadata(writer: gguf.GGUFWriter, config: Any, arch: str) -> Non
         writer.add_final_logit_softcapping(config.final_logit_softcapping)
     if arch in ("gemma2", "gemma3", "phi3") and config.sliding_window:
         writer.add_sliding_window(config.sliding_window)
+    if arch == "olmo2" and getattr(config, "sliding_window", None):
+        writer.add_sliding_window(config.sliding_window)
+        writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config.layer_types])
     if (num_experts := getattr(config, "num_local_experts", 0) or getattr(config, "num_experts", 0)) > 0:
         writer.add_expert_count(num_experts)
         writer.add_expert_used_count(config.num_experts_per_tok)

@@ -75,6 +75,7 @@ GGUF = {  # the file's name of the architecture, and what llama.cpp takes for gr
     "smollm3": ("smollm3", {"num_hidden_layers": 4, "no_rope_layer_interval": 4}),
     "granite-tied": ("granite", {}),
     "olmo2": ("olmo2", {}),
+    "olmo3": ("olmo2", {}),
     "phi3-window": ("phi3", {}),
     "phi3-longrope": ("phi3", {}),
     "gemma": ("gemma", {}),

@@ -40,7 +40,6 @@ UNSAID = {
     "qwen2-windows": "layers",
     "smollm3": "layers",
     "smollm3-untied": "layers",
-    "olmo3": "no GGUF form",
     **dict.fromkeys((name for name in ALL if name.startswith("deepseek")), "no GGUF form"),
     "gemma2": "attention_scale",
     "qwen3-moe-tied": "experts",

@@ -146,6 +146,11 @@ def test_sliding_windows() -> None:
     assert of(qwen2(**on, layer_types=["full_attention", "full_attention"])) == (None, [False, False])
     assert of(qwen2(**on, layer_types=["sliding_attention", "full_attention"])) == (128, [True, False])
     assert of(gguf(**{"llama.attention.sliding_window": 64})) == (64, [True, True])
+    listed = {"llama.attention.sliding_window": 64, "llama.attention.sliding_window_pattern": [False, True]}
+    assert of(gguf(**listed)) == (64, [False, True])
+    for pattern in ([True], [True, 2], ["true", "false"], 3):
+        with pytest.raises(ConfigError, match="attention.sliding_window_pattern"):
+            gguf(**listed | {"llama.attention.sliding_window_pattern": pattern})
     smollm3: dict[str, Any] = {"architectures": ["SmolLM3ForCausalLM"], "num_hidden_layers": 4, "sliding_window": 64}
     assert of(hf(**smollm3)) == (None, [False] * 4)
     assert of(hf(**smollm3, use_sliding_window=True)) == (64, [False, False, False, True])  # those that do not turn

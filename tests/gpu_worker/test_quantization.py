@@ -76,6 +76,10 @@ def test_native_kernels_compute_with_them(tmp_path: Path, name: str) -> None:
         ({"quant_method": "awq", "zero_point": False}, "quantization_config.zero_point"),
         ({"quant_method": "gptq"}, "quantization_config.bits is missing"),
         ({"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"}, "checkpoint_format: 'marlin'"),
+        (
+            {"quant_method": "gptq", "bits": 4, "dynamic": {"+:.*down.*": {"bits": 8}}},
+            r"quantization_config.dynamic: '\+:.\*down",
+        ),
         ({"quant_method": "gptq", "bits": 4, "format": "bitblas"}, "quantization_config.format: 'bitblas'"),
         ({"quant_method": "fp8", "weight_block_size": [128]}, "weight_block_size"),
         ({"quant_method": "compressed-tensors", "format": "marlin-24"}, "format: 'marlin-24'"),

@@ -224,6 +224,9 @@ class Keys:
     def has(self, key: str) -> bool:
         return self._values.get(key) is not None
 
+    def is_list(self, key: str) -> bool:
+        return isinstance(self._values.get(key), list)
+
     def take(self, key: str, kind: type, default: Any = None) -> Any:
         """The value, of this type (an int serves as a float); default if the key is absent or null."""
         self._taken.add(key)

@@ -273,3 +273,4 @@ GGUF_FAMILIES: Mapping[str, Family] = {
     "qwen2moe": QWEN2_MOE,
     "qwen3moe": QWEN3_MOE,
 }
+GGUF_WINDOWED: Mapping[str, Family] = {"olmo2": OLMO3}  # what these architectures are in files with a sliding window

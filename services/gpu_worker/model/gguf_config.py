@@ -15,7 +15,7 @@ from services.gpu_worker.model.config import (
     ModelConfig,
     RopeConfig,
 )
-from services.gpu_worker.model.families import GGUF_FAMILIES, Family
+from services.gpu_worker.model.families import GGUF_FAMILIES, GGUF_WINDOWED, Family
 from services.gpu_worker.model.hf_rope import yarn_scale
 
 ROPE_FACTORS = {  # names of tensors
@@ -30,6 +30,8 @@ Shapes = Mapping[str, tuple[int, ...]]
 def gguf_family(metadata: Mapping[str, Any]) -> Family:
     arch = metadata.get("general.architecture")
     family = GGUF_FAMILIES.get(arch) if isinstance(arch, str) else None
+    if isinstance(arch, str) and arch in GGUF_WINDOWED and metadata.get(f"{arch}.attention.sliding_window"):
+        family = GGUF_WINDOWED[arch]
     if family is None:
         raise ConfigError(f"general.architecture: {arch!r} is not supported (known: {', '.join(GGUF_FAMILIES)})")
     if metadata.get("split.count", 1) not in (0, 1):
@@ -54,7 +56,7 @@ def config_from_gguf(metadata: Mapping[str, Any], tensors: Shapes) -> ModelConfi
     window, windowed = _windows(keys, family, num_layers)
     embedding = tensors.get("token_embd.weight", (0,))
     keys.expect("vocab_size", embedding[0])
-    experts = _experts(keys, family, tensors)
+    experts, rope = _experts(keys, family, tensors), _rope(keys)
     config = ModelConfig(
         vocab_size=embedding[0],
         hidden_size=hidden_size,
@@ -66,8 +68,8 @@ def config_from_gguf(metadata: Mapping[str, Any], tensors: Shapes) -> ModelConfi
         norm_eps=keys.need(f"attention.layer_norm{'_rms' if family.norm == 'rms' else ''}_epsilon", float),
         max_position_embeddings=keys.need("context_length", int),
         layers=_kinds(family, windowed, _by_layer(tensors, num_layers)),
-        rope=_rope(keys),
-        local_rope=RopeConfig(_local_theta(keys, family)) if any(windowed) and family.gguf_local_theta else None,
+        rope=rope,
+        local_rope=_local_rope(keys, family, rope) if any(windowed) else None,
         rotary_dim=0 if rotary_dim == head_dim else rotary_dim,
         norm=family.norm,
         norms=family.norms,
@@ -112,8 +114,11 @@ def _attention_scale(keys: Keys, family: Family, num_layers: int, hidden_size: i
     return _scale(keys, family, "attention.scale", 0.0)
 
 
-def _local_theta(keys: Keys, family: Family) -> float:
-    return float(keys.take("rope.freq_base_swa", float, family.gguf_local_theta))
+def _local_rope(keys: Keys, family: Family, rope: RopeConfig) -> RopeConfig | None:
+    """Of windowed layers, where it is another; it is never scaled."""
+    if not family.gguf_local_theta and not family.plain_windows:
+        return None
+    return RopeConfig(float(keys.take("rope.freq_base_swa", float, family.gguf_local_theta or rope.theta)))
 
 
 def _kinds(family: Family, windowed: list[bool], names: list[set[str]]) -> tuple[LayerKind, ...]:
@@ -144,10 +149,22 @@ def _by_layer(tensors: Shapes, num_layers: int) -> list[set[str]]:
 def _windows(keys: Keys, family: Family, num_layers: int) -> tuple[int | None, list[bool]]:
     full_every = family.full_every
     window = keys.take("attention.sliding_window", int, family.assumes.get("sliding_window") if full_every else None)
-    keys.expect("attention.sliding_window_pattern", full_every)
+    listed = _listed_windows(keys, full_every, num_layers)
     if not window or "use_sliding_window" in family.assumes:
         return None, [False] * num_layers
-    return window, [not full_every or (i + 1) % full_every != 0 for i in range(num_layers)]
+    return window, listed or [not full_every or (i + 1) % full_every != 0 for i in range(num_layers)]
+
+
+def _listed_windows(keys: Keys, full_every: int, num_layers: int) -> list[bool]:
+    """Which layers have a window, where the file lists them; nothing if it does not."""
+    key = "attention.sliding_window_pattern"
+    if not keys.is_list(key):
+        keys.expect(key, full_every)
+        return []
+    listed = keys.take(key, list)
+    if len(listed) != num_layers or not all(x in (0, 1) for x in listed):
+        raise ConfigError(f"{key}: {num_layers} times true or false expected")
+    return [bool(x) for x in listed]
 
 
 def _experts(keys: Keys, family: Family, tensors: Shapes) -> ExpertConfig | None:

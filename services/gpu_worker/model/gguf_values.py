@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from services.gpu_worker.model.config import ConfigError, ModelConfig, RopeConfig
-from services.gpu_worker.model.families import GGUF_FAMILIES, LLAMA, MISTRAL, MIXTRAL, Family
+from services.gpu_worker.model.families import GGUF_FAMILIES, GGUF_WINDOWED, LLAMA, MISTRAL, MIXTRAL, Family
 from services.gpu_worker.model.hf_rope import yarn_scale
 from services.gpu_worker.model.rope import rope_frequencies
 
@@ -15,7 +15,8 @@ from services.gpu_worker.model.rope import rope_frequencies
 def gguf_family_of(family: Family) -> tuple[str, Family]:
     """The file's name of the architecture; ConfigError where llama.cpp has none that we know."""
     family = LLAMA if family in (MISTRAL, MIXTRAL) else family
-    found = next((arch for arch, known in GGUF_FAMILIES.items() if known is family), None)
+    known = (*GGUF_FAMILIES.items(), *GGUF_WINDOWED.items())
+    found = next((arch for arch, one in known if one is family), None)
     if found is None:
         raise ConfigError(f"this architecture has no GGUF form here (known: {', '.join(GGUF_FAMILIES)})")
     return found, family
@@ -40,7 +41,9 @@ def gguf_values(config: ModelConfig, arch: str, family: Family) -> dict[str, Any
     }
     if config.sliding_window is not None:
         values["attention.sliding_window"] = config.sliding_window
-    if config.local_rope is not None:
+    if family in GGUF_WINDOWED.values():
+        values["attention.sliding_window_pattern"] = [kind.windowed for kind in config.layers]
+    if config.local_rope is not None and config.local_rope.theta != config.rope.theta:
         values["rope.freq_base_swa"] = config.local_rope.theta
     if config.attention_softcap or config.logit_softcap:
         values |= {

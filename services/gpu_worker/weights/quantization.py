@@ -92,6 +92,11 @@ def _awq(keys: Keys) -> Build:
 
 def _gptq(keys: Keys) -> Build:
     bits, symmetric = keys.need("bits", int), keys.take("sym", bool, True)
+    for rule in keys.take("dynamic", dict, {}):
+        if not str(rule).startswith("-:"):  # those leave modules as they are, which their tensors show
+            raise ConfigError(
+                f"{WHERE}dynamic: {str(rule)[:100]!r} is not supported: one kind of codes for all modules"
+            )
     names = ("checkpoint_format", "format")  # two for one
     for name in names:
         keys.expect(name, "gptq", "gptq_v2")
