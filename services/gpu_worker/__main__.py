@@ -156,6 +156,7 @@ def _scripted(own: WorkerSettings, scripted: ScriptedSettings) -> tuple[Engine, 
 def _model(common: CommonSettings, own: WorkerSettings) -> tuple[Engine, Validate]:
     from services.gpu_worker.device import choose_device  # a scripted worker needs no torch, which takes seconds
     from services.gpu_worker.engines import load_engine  # needs torch too
+    from services.gpu_worker.gpu_engine import StepLimits  # as above
     from services.gpu_worker.sampler import validate  # as above
 
     if own.device == "cuda" and own.engine != "auto":
@@ -172,7 +173,8 @@ def _model(common: CommonSettings, own: WorkerSettings) -> tuple[Engine, Validat
             own.engine, source.path, common.cache_dir,
             kv_cache_bytes=own.kv_cache_bytes or None, block_size=own.block_size,
             max_model_len=own.max_model_len or None, kv_cache_dtype=own.kv_cache_dtype, num_threads=_num_threads(own),
-            quantization=own.quantization, device=device, needs_device=own.device == "cuda", progress=show,
+            quantization=own.quantization, device=device, needs_device=own.device == "cuda",
+            limits=StepLimits(own.max_num_batched_tokens, own.max_num_seqs, own.gpu_memory_utilization), progress=show,
         )  # fmt: skip
     return engine, validate
 

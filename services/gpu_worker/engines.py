@@ -14,7 +14,8 @@ from kernels.native import build
 from kernels.native.build import NoNativeOps
 from kernels.native.library import NativeLibrary
 from services.gpu_worker.engine import TorchEngine
-from services.gpu_worker.gpu_engine import GpuEngine
+from services.gpu_worker.gpu_engine import DEFAULT_LIMITS, GpuEngine, StepLimits
+from services.gpu_worker.gpu_memory import CudaCard
 from services.gpu_worker.model.config import ConfigError, NotNativeError, NotOnGpuError
 from services.gpu_worker.native_engine import NativeEngine
 from services.gpu_worker.weights.loader import Progress
@@ -30,6 +31,7 @@ def load_engine(
     num_threads: int,
     device: torch.device | None = None,
     needs_device: bool = False,
+    limits: StepLimits = DEFAULT_LIMITS,
     kv_cache_bytes: int | None = None,
     block_size: int = 16,
     max_model_len: int | None = None,
@@ -41,6 +43,7 @@ def load_engine(
     """kind: "native", "torch", or "auto": native unless that is impossible, here or for this model.
 
     Libraries are kept in cache_dir/native. device: of the GPU engine, where that is to compute; needs_device: or none.
+    limits: of its steps and memory.
 
     ConfigError if native ops are asked for and cannot be had; else as the engines' own `load`.
     """
@@ -49,8 +52,11 @@ def load_engine(
         try:
             return GpuEngine.load(
                 model, device, kv_cache_bytes=kv_cache_bytes, block_size=block_size, max_model_len=max_model_len,
-                kv_cache_dtype=kv_cache_dtype, quantization=quantization, progress=progress,
+                kv_cache_dtype=kv_cache_dtype, quantization=quantization, limits=limits,
+                card=CudaCard(device) if device.type == "cuda" else None, progress=progress,
             )  # fmt: skip
+        except MemoryError as e:  # another try would end the same way
+            raise ConfigError(f"the GPU's memory does not suffice: {e}") from None
         except NotOnGpuError as e:
             if needs_device:
                 raise

@@ -7,26 +7,63 @@ Where Triton's kernels are interpreted, and in tests of everything but kernels, 
 
 from __future__ import annotations
 
+import logging
+import math
 from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
 
 from kernels.kv_cache import KvCache, empty_kv_cache
 from services.gpu_worker.attention_plan import Geometry
-from services.gpu_worker.batch import Chunk, Drawn, EngineInfo
+from services.gpu_worker.batch import Chunk, Drawn, EngineInfo, Sequence
 from services.gpu_worker.device_sampler import PendingTokens, draw, needs_history
 from services.gpu_worker.engine import USEFUL_CONTEXTS, context_length, memory_errors
 from services.gpu_worker.gpu_inputs import build_inputs, upload
-from services.gpu_worker.kv_pool import block_bytes, num_blocks_for
+from services.gpu_worker.gpu_memory import Budget, Card
+from services.gpu_worker.kv_pool import block_bytes, cache_dtype, num_blocks_for
 from services.gpu_worker.model.config import ConfigError
 from services.gpu_worker.model.gpu_decoder import GpuDecoder, refuse_unknown
 from services.gpu_worker.speculative.verify import drawn_by_chunk, draws_of
 from services.gpu_worker.variant import gpu_variant, kind_of
 from services.gpu_worker.weights.loader import Progress, load_weights, open_source
 from services.gpu_worker.weights.on_device import OnDevice
+from shared.protocol import SamplingParams
+
+log = logging.getLogger(__name__)
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+
+
+@dataclass(frozen=True, slots=True)
+class StepLimits:
+    """What a step may be, and the share of a card that the worker may use."""
+
+    max_num_batched_tokens: int
+    max_num_seqs: int
+    memory_share: float
+
+
+DEFAULT_LIMITS = StepLimits(512, 64, 0.9)
+
+
+def largest_step(engine: GpuEngine, limits: StepLimits) -> None:
+    """A step of as many tokens and samples as there may be, on an engine whose only block takes whatever is stored."""
+    info = engine.info
+    params = SamplingParams(max_tokens=1, temperature=1.0, top_p=0.9, logprobs=20, seed=0)
+    chunks, left = [], limits.max_num_batched_tokens
+    for number in range(min(limits.max_num_seqs, left)):
+        later = min(limits.max_num_seqs, limits.max_num_batched_tokens) - number - 1
+        count = min(left - later, info.max_model_len)
+        seq = Sequence(
+            sid="largest", epoch=0, choice=0, params=params, num_prompt_tokens=count, token_ids=[0] * count,
+            block_ids=[0] * -(-count // info.block_size),
+        )  # fmt: skip
+        chunks.append(Chunk(seq, 0, count, True))
+        left -= count
+    engine.step(chunks)
 
 
 class GpuStep:
@@ -78,36 +115,53 @@ class GpuEngine:
         dtype: str = "auto",
         kv_cache_dtype: str = "auto",
         quantization: str = "none",
+        limits: StepLimits = DEFAULT_LIMITS,
+        card: Card | None = None,
         progress: Progress | None = None,
     ) -> GpuEngine:
         """ValueError (ConfigError, WeightsError, GGUFError) if the model cannot be served as asked.
 
-        dtype auto is bfloat16, and float32 where the device is the CPU; the cache's is what is computed in.
+        dtype auto is bfloat16, and float32 where the device is the CPU; the cache's is what is computed in. card: where
+        there is one, what weights and a step leave of it is the pool's, unless kv_cache_bytes says how large that is.
         """
         if dtype not in ("auto", *DTYPES):
             raise ConfigError(f"dtype: {dtype!r} is not supported (known: auto, {', '.join(DTYPES)})")
-        if kv_cache_dtype != "auto":
-            raise ConfigError(f"kv_cache_dtype: {kv_cache_dtype!r} is not supported on GPUs (known: auto)")
         computed = DTYPES.get(dtype, torch.float32 if device.type == "cpu" else torch.bfloat16)
+        kv_dtype = computed if kv_cache_dtype == "auto" else cache_dtype(kv_cache_dtype)
         source = open_source(model, quantization)
         config = source.config
         refuse_unknown(config)
         length = context_length(config, max_model_len, windows=True)
-        size, most_useful = block_bytes(config, block_size, computed), USEFUL_CONTEXTS * -(-length // block_size)
-        num_blocks = num_blocks_for(kv_cache_bytes, size, most_useful)
+        budget = None if card is None else Budget(card.total_bytes, card.free_bytes(), limits.memory_share)
+        if budget is not None:
+            budget.check_weights(sum(map(math.prod, source.shapes.values())) * computed.itemsize)
         with torch.inference_mode(), memory_errors():
             decoder = GpuDecoder(config, load_weights(source, progress, OnDevice(device, computed)), length)
-            caches = tuple(
-                empty_kv_cache(num_blocks, config.num_kv_heads, block_size, config.head_dim, computed, device)
-                for _ in range(config.num_layers)
-            )
         identity = f"{source.identity}-{length}" if config.rope.kind == "longrope" else source.identity
-        variant = gpu_variant(identity, device, block_size=block_size, dtype=computed)
-        geometry = Geometry(
-            num_blocks, block_size, config.num_heads, config.num_kv_heads, config.head_dim, config.vocab_size, length
-        )
-        info = EngineInfo(variant, config.vocab_size, length, block_size, num_blocks, kind_of(device))
-        return cls(decoder, caches, geometry, info, device)
+        variant = gpu_variant(identity, device, block_size=block_size, dtype=computed, kv_dtype=kv_dtype)
+
+        def with_pool(num_blocks: int) -> GpuEngine:
+            geometry = Geometry(
+                num_blocks, block_size, config.num_heads, config.num_kv_heads, config.head_dim, config.vocab_size,
+                length,
+            )  # fmt: skip
+            info = EngineInfo(variant, config.vocab_size, length, block_size, num_blocks, kind_of(device))
+            with torch.inference_mode(), memory_errors():
+                caches = tuple(
+                    empty_kv_cache(num_blocks, config.num_kv_heads, block_size, config.head_dim, kv_dtype, device)
+                    for _ in range(config.num_layers)
+                )
+            return cls(decoder, caches, geometry, info, device)
+
+        size, most_useful = block_bytes(config, block_size, kv_dtype), USEFUL_CONTEXTS * -(-length // block_size)
+        if kv_cache_bytes is not None or card is None or budget is None:
+            return with_pool(num_blocks_for(kv_cache_bytes, size, most_useful))
+        step = card.peak_bytes(partial(largest_step, with_pool(1), limits))
+        taken = budget.free - card.free_bytes()
+        num_blocks = budget.num_blocks(taken=taken, step=step, block_bytes=size, most_useful=most_useful)
+        if budget.shortened:
+            log.warning("%s", budget.shortened)
+        return with_pool(num_blocks)
 
     def step(self, chunks: Seq[Chunk]) -> list[Drawn]:
         """As `Engine.step`. SequenceError, before anything is computed, for a chunk that cannot be; and after, for a

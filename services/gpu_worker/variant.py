@@ -39,11 +39,13 @@ def native_variant(identity: str, library: str, *, block_size: int, layout: str)
     return f"cpu-native-{library.partition('-')[0]}-{digest.hexdigest()[:32]}"
 
 
-def gpu_variant(identity: str, device: torch.device, *, block_size: int, dtype: torch.dtype) -> str:
+def gpu_variant(
+    identity: str, device: torch.device, *, block_size: int, dtype: torch.dtype, kv_dtype: torch.dtype
+) -> str:
     """The kernels' own text counts, as does the kind of GPU: which tiles they take follows from it."""
     kind = torch.cuda.get_device_name(device) if device.type == "cuda" else kind_of(device)
     digest = hashlib.sha256()
-    for part in (identity, kind, torch.__version__, str(dtype), str(block_size)):
+    for part in (identity, kind, torch.__version__, str(dtype), str(kv_dtype), str(block_size)):
         digest.update(part.encode() + b"\0")
     for file in sorted(Path(kernels.gpu.__file__).parent.glob("*.py")):
         digest.update(file.read_bytes())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +12,7 @@ import torch
 
 from services.gpu_worker.batch import Chunk
 from services.gpu_worker.engine import TorchEngine
-from services.gpu_worker.gpu_engine import GpuEngine
+from services.gpu_worker.gpu_engine import GpuEngine, StepLimits, largest_step
 from services.gpu_worker.model.config import ConfigError, NotOnGpuError
 from services.gpu_worker.step_inputs import SequenceError
 from tests.gpu_worker.engine_loops import run_loop
@@ -130,13 +132,65 @@ def test_info_and_variant(folder: Path, engine: GpuEngine) -> None:
     assert info.variant.startswith("gpu-interpreted-")
     half = GpuEngine.load(folder, CPU, dtype="float16", **ROOM).info
     assert half.num_blocks == 2 * info.num_blocks and half.variant != info.variant
+    eighth = GpuEngine.load(folder, CPU, kv_cache_dtype="int8", **ROOM).info
+    assert eighth.num_blocks > 3 * info.num_blocks and eighth.variant not in (info.variant, half.variant)
+
+
+@pytest.mark.parametrize("kv_cache_dtype", ["float16", "int8", "fp8_e4m3"])
+def test_smaller_caches_hold_what_torchs_engine_has_there(folder: Path, kv_cache_dtype: str) -> None:
+    texts = prompts(2, seed=4)
+    runs = []
+    for made in (TorchEngine.load(folder, kv_cache_dtype=kv_cache_dtype, **ROOM),
+                 GpuEngine.load(folder, CPU, kv_cache_dtype=kv_cache_dtype, **ROOM)):  # fmt: skip
+        runner = Runner(made)
+        runs.append(ids_of(runner.run([runner.sequence(text, 5) for text in texts], prefill_chunk=13)))
+    assert runs[0] == runs[1]
+
+
+class MadeUpCard:
+    """Counts what steps a profile runs; everything else is told."""
+
+    def __init__(self, total: int, free: int, taken: int, step: int) -> None:
+        self.total_bytes = total
+        self._free = [free, free - taken]
+        self._step = step
+
+    def free_bytes(self) -> int:
+        return self._free.pop(0)
+
+    def peak_bytes(self, run: Callable[[], object]) -> int:
+        run()
+        return self._step
+
+
+def test_the_pool_is_what_weights_and_steps_leave_of_the_card(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def blocks(card: MadeUpCard, share: float = 0.5) -> int:
+        limits = StepLimits(max_num_batched_tokens=600, max_num_seqs=3, memory_share=share)
+        return GpuEngine.load(folder, CPU, card=card, limits=limits).info.num_blocks
+
+    block = 2 * 3 * 2 * 16 * 16 * 4
+    assert blocks(MadeUpCard(total=8 << 20, free=8 << 20, taken=1 << 20, step=1 << 20)) == (2 << 20) // block
+    assert not caplog.messages
+    assert blocks(MadeUpCard(total=8 << 20, free=3 << 20, taken=1 << 20, step=1 << 20)) == (1 << 20) // block
+    assert "others have left 0.0 GiB: the KV pool is smaller" in caplog.messages[0]
+    with pytest.raises(ConfigError, match="leaves no room for keys and values"):
+        blocks(MadeUpCard(total=8 << 20, free=8 << 20, taken=3 << 20, step=1 << 20))
+    with pytest.raises(ConfigError, match="the weights alone take"):
+        blocks(MadeUpCard(total=8 << 20, free=8 << 20, taken=0, step=0), share=0.001)
+
+
+def test_the_largest_step_has_all_tokens_and_samples(engine: GpuEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    steps: list[Seq[Chunk]] = []
+    monkeypatch.setattr(engine, "step", steps.append)
+    for tokens, seqs in ((600, 3), (4, 64), (2000, 2)):
+        largest_step(engine, StepLimits(tokens, seqs, 0.9))
+    assert [[c.count for c in chunks] for chunks in steps] == [[512, 87, 1], [1] * 4, [512, 512]]
 
 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
         ({"dtype": "int8"}, "dtype: 'int8'"),
-        ({"kv_cache_dtype": "fp3"}, "kv_cache_dtype: 'fp3'"),
         ({"max_model_len": 513}, "max_model_len: 513"),
     ],
 )

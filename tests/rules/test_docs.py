@@ -20,7 +20,7 @@ from tests.rules.product import ROOT, product_files, python_files, repository_fi
 FILE_MAP = "## File map"
 # of these only the default is accepted until they do something
 NOT_READ_AS_FIELDS = {
-    "gpu_memory_utilization", "kv_cache_dtype", "quantization", "scheduling_policy", "tensor_parallel_size",
+    "kv_cache_dtype", "quantization", "scheduling_policy", "tensor_parallel_size",
 }  # fmt: skip
 
 

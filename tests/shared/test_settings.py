@@ -60,7 +60,7 @@ def test_folders_know_the_home_folder() -> None:
         (WorkerSettings, "KV_CACHE_DTYPE", "fp8", "kv_cache_dtype: should be 'auto', 'float32', 'float16'"),
         (WorkerSettings, "MAX_NUM_SEQS", "0", "max_num_seqs: should be greater than or equal to 1, not '0'"),
         (WorkerSettings, "MAX_NUM_SEQS", "many", "max_num_seqs: should be a valid integer"),
-        (WorkerSettings, "GPU_MEMORY_UTILIZATION", "0.5", "gpu_memory_utilization: 0.5 is not supported yet, only 0.9"),
+        (WorkerSettings, "GPU_MEMORY_UTILIZATION", "1.5", "gpu_memory_utilization: should be less than or equal to 1"),
         (WorkerSettings, "MAX_STEP_MS", "nan", "max_step_ms: should be a finite number"),
         (GatewaySettings, "PORT", "65536", "port: should be less than or equal to 65535"),
         (CommonSettings, "REDIS_URL", "http://x", "redis_url: must begin with redis://, rediss:// or unix://"),

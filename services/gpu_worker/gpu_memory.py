@@ -1,0 +1,89 @@
+"""How many KV blocks a card holds beside weights and steps. The arithmetic is apart from the card, which is asked.
+
+A worker uses at most its share of the card, and of that only what others had left when it began. What remains after
+weights and the largest step is the pool's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from services.gpu_worker.model.config import ConfigError
+
+GIB = 1 << 30
+
+
+class Card(Protocol):
+    total_bytes: int
+
+    def free_bytes(self) -> int: ...
+
+    def peak_bytes(self, run: Callable[[], object]) -> int:
+        """What this process holds at most while it runs, beyond what it holds before."""
+        ...
+
+
+class CudaCard:
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self.total_bytes = torch.cuda.mem_get_info(device)[1]
+
+    def free_bytes(self) -> int:
+        torch.cuda.synchronize(self._device)
+        torch.cuda.empty_cache()
+        return torch.cuda.mem_get_info(self._device)[0]
+
+    def peak_bytes(self, run: Callable[[], object]) -> int:
+        torch.cuda.synchronize(self._device)
+        torch.cuda.reset_peak_memory_stats(self._device)
+        before = torch.cuda.memory_allocated(self._device)
+        run()
+        torch.cuda.synchronize(self._device)
+        return torch.cuda.max_memory_allocated(self._device) - before
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """Bytes: of the card, free when the worker began; share: of the card that it may use."""
+
+    total: int
+    free: int
+    share: float
+
+    @property
+    def usable(self) -> int:
+        return min(int(self.total * self.share), self.free)
+
+    def check_weights(self, num_bytes: int) -> None:
+        """ConfigError, before they are read, if they do not fit."""
+        if num_bytes >= self.usable:
+            raise ConfigError(f"{self}; the weights alone take {_gib(num_bytes)}")
+
+    def num_blocks(self, *, taken: int, step: int, block_bytes: int, most_useful: int) -> int:
+        """taken: by this worker, weights and all; step: what the largest one takes beside. ConfigError if there is no
+        room for a block."""
+        num_blocks = (self.usable - taken - step) // block_bytes
+        if num_blocks < 1:
+            raise ConfigError(
+                f"{self}; weights take {_gib(taken)} and a step up to {_gib(step)}, which leaves no room for keys and "
+                "values (steps are smaller with less --max-num-batched-tokens or --max-num-seqs)"
+            )
+        return min(num_blocks, most_useful)
+
+    def __str__(self) -> str:
+        share = int(self.total * self.share)
+        text = f"gpu_memory_utilization: {self.share:g} of the card's {_gib(self.total)} is {_gib(share)}"
+        return text if self.usable < self.free else f"{text}, and others have left {_gib(self.free)}"
+
+    @property
+    def shortened(self) -> str:
+        """What to tell of memory that others have; empty if there is nothing to tell."""
+        return f"{self}: the KV pool is smaller" if self.usable == self.free else ""
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / GIB:.1f} GiB"
