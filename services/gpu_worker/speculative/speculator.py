@@ -83,6 +83,8 @@ class Speculator:
         survivals = []
         for seq in sequences:
             survivals.append(self._propose(seq, MAX_SPECULATIVE_TOKENS)[1][1:])
+        if not any(survivals):
+            return False
         count = len(survivals)
         return any(choose_lengths(survivals, count, count, sum(map(len, survivals)), self._cost.relative))
 

@@ -43,10 +43,10 @@ class FreeRows(RowCost):
 
 def run(
     engine: Engine, texts: list[list[int]], params: list[dict[str, Any]], config: SpeculativeConfig | None,
-    overlap: bool = False,
+    overlap: bool = False, cost: RowCost | None = None,
 ) -> tuple[list[TokenChunk], EngineLoop]:  # fmt: skip
     """One joins every second step."""
-    speculator = Speculator(config, FreeRows()) if config else None
+    speculator = Speculator(config, cost or FreeRows()) if config else None
     running = RunningSet(engine.info, Budget(64, 16, 16), validate, speculator)
     loop = EngineLoop(engine, running, overlap=overlap)
     size = -(-(max(map(len, texts)) + 2 * NUM_OUTPUT) // engine.info.block_size)
@@ -87,6 +87,18 @@ def test_a_script_that_copies_takes_far_fewer_steps(overlap: bool) -> None:
     (chunk,), loop = run(engine, [prompt], [{"stop_token_ids": (vocab.EOS,), "max_tokens": 80}], CONFIGS[0], overlap)
     assert list(chunk.ids) == [*text, vocab.EOS] and chunk.finish == "stop"
     assert loop.num_steps < 25
+
+
+def test_a_prompt_in_pieces_and_steps_that_overlap() -> None:
+    """No token is being drawn while its pieces are computed, and what rows cost is known by then."""
+    running = make_running(64, max_model_len=200)
+    engine = OverlappingScripted(make_engine(running))
+    cost = RowCost()
+    for num_rows in (1, 2, 4, 8):
+        cost.observe(num_rows, 0.005 + 0.001 * num_rows)
+    prompt = [n % 50 for n in range(60)]
+    (chunk,), _ = run(engine, [prompt], [{}], CONFIGS[0], overlap=True, cost=cost)
+    assert list(chunk.ids) == vocab.answer(prompt, NUM_OUTPUT)
 
 
 async def test_metrics_tell_what_was_drafted_and_accepted() -> None:
