@@ -17,6 +17,7 @@ from shared.wire import Message, ProtocolError, pack_ids, row, unpack_ids
 
 MAX_CHOICES = 128
 MAX_GRAMMAR_CHARS = 1 << 18
+MAX_PREDICTION_TOKENS = 1 << 17
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 TokenId = Annotated[int, Field(ge=0, lt=1 << 32)]
@@ -106,6 +107,7 @@ class RequestSpec(Message):
     client_id: str = ""
     time_limits: TimeLimits = TimeLimits()
     num_prompts: int = Field(default=1, ge=1, le=MAX_CHOICES)  # of the call, each with a record of its own
+    prediction: bytes = Field(default=b"", max_length=4 * MAX_PREDICTION_TOKENS)  # packed ids that are expected
 
 
 # --- the token log ----------------------------------------------------------------------------------------------

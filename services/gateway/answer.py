@@ -137,7 +137,11 @@ class Answer:
     def _usage(self) -> Json:
         choices, prompts = self._generation.choices, self._generation.prompts
         num_prompt_tokens = sum(len(prompt.ids) for prompt in prompts)
-        return usage(num_prompt_tokens, sum(c.num_tokens for c in choices), self._generation.cached_tokens())
+        return usage(
+            num_prompt_tokens, sum(c.num_tokens for c in choices), self._generation.cached_tokens(),
+            num_accepted=sum(c.prediction.num_accepted for c in choices),
+            num_rejected=sum(c.prediction.num_rejected for c in choices),
+        )  # fmt: skip
 
 
 async def _begun(http: web.Request) -> web.StreamResponse:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from services.gateway.prediction import PredictionMatch
 from services.gateway.tokenization import Tokenizer
 from services.gateway.visible_text import VisibleText
 from shared.protocol import SamplingParams, TextParams, TokenChunk
@@ -61,11 +62,13 @@ class ChoiceStream:
         prompt_ids: Sequence[int] = (),
         resume_at: int | None = None,
         resume_finished: bool = False,
+        prediction: Sequence[int] = (),
     ) -> None:
-        """prompt_ids are needed only for echo."""
+        """prompt_ids are needed only for echo. prediction: token ids that are expected."""
         self.num_tokens = 0
         self.cached_tokens = 0
         self.finish_reason: str | None = None
+        self.prediction = PredictionMatch(prediction)
         self._sampling = sampling
         self._stop_ids = frozenset(sampling.stop_token_ids)
         self._resume_at = resume_at
@@ -121,6 +124,7 @@ class ChoiceStream:
         """Add the chunk's token i; True if the choice ends with it. closes: the worker ended the sequence with it."""
         token_id = chunk.ids[i]
         self.num_tokens += 1
+        self.prediction.push(token_id)
         may_stop = self.num_tokens > self._sampling.min_tokens
         is_stop_id = token_id in self._stop_ids and (may_stop or (closes and chunk.finish == "stop"))
         last = is_stop_id or closes or self.num_tokens >= self._sampling.max_tokens

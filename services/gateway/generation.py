@@ -70,7 +70,7 @@ class Generation:
         self.choices = [
             ChoiceStream(
                 p.text, p.sampling, tokenizer, prompt_ids=p.ids, resume_at=place.position if place else None,
-                resume_finished=place is not None and place.ended,
+                resume_finished=place is not None and place.ended, prediction=p.prediction,
             )
             for p, place in zip([p for p in prompts for _ in range(p.num_choices)], self.places, strict=True)
         ]  # fmt: skip
@@ -118,7 +118,7 @@ class Generation:
             RequestSpec(
                 rid=prompt_rid(self.rid, number), num_choices=prompt.num_choices, num_prompt_tokens=len(prompt.ids),
                 salt=self._caller.salt, sampling=prompt.sampling, text=prompt.text, client_id=self._caller.client_id,
-                num_prompts=len(self.prompts), time_limits=self._time_limits,
+                num_prompts=len(self.prompts), time_limits=self._time_limits, prediction=pack_ids(prompt.prediction),
             )
             for number, _, prompt in open_prompts
         ]  # fmt: skip

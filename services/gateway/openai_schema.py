@@ -14,6 +14,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, GetJsonSchem
 from pydantic.config import JsonDict
 
 from services.gateway.chat_messages import MESSAGE_SCHEMA
+from services.gateway.prediction import Prediction
 from shared.protocol import MAX_CHOICES
 
 MAX_STOPS = 16
@@ -155,6 +156,13 @@ class StructuredOutputs(Nested):
         return value is not None and (name != "json_object" or bool(value))
 
 
+class Speculative(BaseModel):
+    """How much is guessed ahead; a request can only lower what the server does."""
+
+    model_config = ConfigDict(strict=True, extra="ignore", frozen=True)
+    num_speculative_tokens: Annotated[Int, Field(ge=0, le=MAX_TOKENS)] | None = None
+
+
 class GenerationRequest(Request):
     """What chat and completions share. Names, defaults and meanings are OpenAI's, beyond those vLLM's.
 
@@ -211,6 +219,7 @@ class GenerationRequest(Request):
     cache_salt: Annotated[str, Field(min_length=1, max_length=256)] | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
+    speculative: Speculative | None = None
 
 
 class ChatCompletionRequest(GenerationRequest):
@@ -222,7 +231,6 @@ class ChatCompletionRequest(GenerationRequest):
         "function_call": ("none",),
         "modalities": (["text"],),
         "audio": (),
-        "prediction": (),
         "web_search_options": (),
         "reasoning_effort": ("none",),
         "chat_template": (),
@@ -239,6 +247,7 @@ class ChatCompletionRequest(GenerationRequest):
     max_tokens: Annotated[Int, Field(ge=1, le=MAX_TOKENS)] | None = None  # deprecated by OpenAI, used by many
     logprobs: Switch = False
     top_logprobs: Annotated[Int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    prediction: Prediction | None = None
 
 
 class CompletionRequest(GenerationRequest):

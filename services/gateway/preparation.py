@@ -24,6 +24,7 @@ from services.gateway.openai_schema import (
     Request,
     TokenizeRequest,
 )
+from services.gateway.prediction import predicted_ids
 from services.gateway.tokenization import Tokenizer
 from shared.protocol import Constraint, SamplingParams, TextParams
 
@@ -59,6 +60,7 @@ class PreparedPrompt:
     sampling: SamplingParams
     text: TextParams
     num_choices: int
+    prediction: Sequence[int] = ()
 
 
 def build_specs(
@@ -87,8 +89,12 @@ def build_specs(
         field = "n" if num_choices > 1 else "prompt"
         raise BadRequest(f"{field} asks for more than {limits.max_choices} choices in one request", param=field)
     text = _text_params(request, now, fingerprint or "")
+    prediction = request.prediction if isinstance(request, ChatCompletionRequest) else None
+    predicted = predicted_ids(prediction, tokenizer, limits.max_tokens)
     return [
-        PreparedPrompt(ids, _sampling(request, ids, tokenizer, limits, draw_seed, param, constraint), text, num_choices)
+        PreparedPrompt(
+            ids, _sampling(request, ids, tokenizer, limits, draw_seed, param, constraint), text, num_choices, predicted
+        )
         for ids in prompts
     ]
 
@@ -219,6 +225,7 @@ def _sampling(
         ignore_eos=request.ignore_eos,
         logprobs=_num_logprobs(request),
         constraint=constraint,
+        num_speculative_tokens=request.speculative.num_speculative_tokens if request.speculative else None,
     )
 
 

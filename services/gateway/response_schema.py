@@ -33,11 +33,19 @@ class PromptTokensDetails(Shape):
     cached_tokens: int
 
 
+class CompletionTokensDetails(Shape):
+    """Of the tokens of `prediction`: those that came where they were expected, and the others."""
+
+    accepted_prediction_tokens: int
+    rejected_prediction_tokens: int
+
+
 class Usage(Shape):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails
 
 
 class Answer(Shape):

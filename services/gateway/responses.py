@@ -19,13 +19,20 @@ LOGPROB_FLOOR = -9999.0  # JSON has no infinity; vLLM's and OpenAI's value for "
 Json = dict[str, Any]
 
 
-def usage(num_prompt_tokens: int, num_completion_tokens: int, cached_tokens: int) -> Json:
-    """The prompt counts once a prompt, tokens once a choice."""
+def usage(
+    num_prompt_tokens: int, num_completion_tokens: int, cached_tokens: int, *, num_accepted: int = 0,
+    num_rejected: int = 0,
+) -> Json:  # fmt: skip
+    """The prompt counts once a prompt, tokens once a choice, and so do those of its prediction."""
     return {
         "prompt_tokens": num_prompt_tokens,
         "completion_tokens": num_completion_tokens,
         "total_tokens": num_prompt_tokens + num_completion_tokens,
         "prompt_tokens_details": {"cached_tokens": cached_tokens},
+        "completion_tokens_details": {
+            "accepted_prediction_tokens": num_accepted,
+            "rejected_prediction_tokens": num_rejected,
+        },
     }
 
 

@@ -26,6 +26,7 @@ from services.gateway.tokenization import Tokenizer
 from shared.protocol import TextParams
 from shared.records import RequestRecord
 from shared.scripts import Repeat
+from shared.wire import unpack_ids
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +93,10 @@ class StreamRoutes:
         num_choices = sum(record.spec.num_choices for record in records)
         if places is not None and (len(places) != num_choices or not stream):
             raise resuming.beyond_the_end()
-        prompts = [PreparedPrompt(r.prompt_ids, r.spec.sampling, r.spec.text, r.spec.num_choices) for r in records]
+        prompts = [
+            PreparedPrompt(r.prompt_ids, spec.sampling, spec.text, spec.num_choices, unpack_ids(spec.prediction))
+            for r, spec in ((record, record.spec) for record in records)
+        ]
         resume_ms = resuming.resume_ms(http.headers, first.resume_ms, settings.request_timeout_s)
         generation = Generation(
             self.state.inflight, self.state.metrics, self.tokenizer, prompts, rid=http[RID],

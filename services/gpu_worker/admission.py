@@ -15,7 +15,7 @@ from services.gpu_worker.commits import TokenLogprob
 from services.gpu_worker.seals import SealedBlocks
 from shared.protocol import SamplingParams, TokenChunk
 from shared.records import RequestRecord, SequenceRecord
-from shared.wire import ProtocolError, split_sequence_id
+from shared.wire import ProtocolError, split_sequence_id, unpack_ids
 from shared.worker_protocol import Admit
 
 Validate = Callable[[SamplingParams, int], str | None]  # (parameters, vocabulary size) -> what is wrong with them
@@ -33,6 +33,7 @@ class Admission:
     logprobs: list[TokenLogprob] | None
     answer: Answer | None = None
     problem: str = ""
+    prediction: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +66,8 @@ def read_admission(
             if chunk.logprobs is None:
                 raise ProtocolError(f"the log of {admit.sid} lacks log-probabilities at {chunk.first}")
             logprobs += chunk.logprobs
-    return Admission(params, request.prompt_ids, request.spec.salt, output_ids, logprobs)
+    prediction = tuple(unpack_ids(request.spec.prediction))
+    return Admission(params, request.prompt_ids, request.spec.salt, output_ids, logprobs, prediction=prediction)
 
 
 def sequence_of(admit: Admit, admission: Admission) -> Sequence:
@@ -76,7 +78,7 @@ def sequence_of(admit: Admit, admission: Admission) -> Sequence:
         num_prompt_tokens=num_prompt_tokens, token_ids=admission.prompt_ids + admission.output_ids,
         block_ids=list(admit.block_ids), num_computed=admit.cached_length, salt=admission.salt, alone=admit.alone,
         cached_tokens=min(admit.cached_length, num_prompt_tokens - 1), num_committed=len(admission.output_ids),
-        answer=admission.answer,
+        answer=admission.answer, prediction=admission.prediction,
     )  # fmt: skip
 
 
@@ -88,6 +90,8 @@ def whats_wrong(seq: Sequence, info: EngineInfo, validate: Validate) -> str:
         return f"prompt: {seq.num_prompt_tokens} tokens and one more are more than the {info.max_num_tokens} that fit"
     if max(seq.token_ids) >= info.vocab_size:
         return f"prompt: a token id is outside the vocabulary of {info.vocab_size}"
+    if max(seq.prediction, default=0) >= info.vocab_size:
+        return f"prediction: a token id is outside the vocabulary of {info.vocab_size}"
     return validate(seq.params, info.vocab_size) or ""
 
 

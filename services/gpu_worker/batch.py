@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -49,6 +48,7 @@ class Sequence:
     num_committed: int = 0  # output tokens known to be in the durable log
     finish: str = ""
     answer: Answer | None = None  # where the request has a constraint
+    prediction: tuple[int, ...] = ()  # what its client expects the output to be, more or less
 
     @property
     def num_output_tokens(self) -> int:
@@ -120,8 +120,8 @@ class Drafter(Protocol):
         """Drafts for each chunk of a step, at most `most` of each and num_free in all. Does not modify sequences."""
         ...
 
-    def expects(self, sequences: Iterable[Sequence]) -> bool:
-        """Would there be drafts, if what is being drawn for these were what is expected?"""
+    def expects(self, sequences: Seq[Sequence], most: Seq[int], num_free: int) -> bool:
+        """Would there be drafts, as `draft` has them, if what is being drawn for these were what is expected?"""
         ...
 
     def observe(self, chunks: Seq[Chunk], drawn: Seq[Drawn], seconds: float) -> None:

@@ -261,32 +261,40 @@ class RunningSet:
             ready, budget, block_size=self.info.block_size, max_prefill_tokens=max_prefill_tokens, turn=self._turn
         )
         if self.drafter is not None:
-            chunks = self._with_drafts(self.drafter, chunks, budget.max_num_batched_tokens)
+            chunks = self._with_drafts(self.drafter, chunks, budget)
         self.begin(chunks)
         return chunks
 
-    def _with_drafts(self, drafter: Drafter, chunks: list[Chunk], max_num_tokens: int) -> list[Chunk]:
-        """As far as the step has room for them and each sequence has slots, of which one spare block can give more."""
-        num_free = max(0, max_num_tokens - sum(c.count for c in chunks))
-        drafts = drafter.draft(chunks, [self._most_drafts(c) for c in chunks], num_free)
+    def _with_drafts(self, drafter: Drafter, chunks: list[Chunk], budget: Budget) -> list[Chunk]:
+        """As far as the step has room for them and each sequence has slots, of which one spare block can give more.
+        Tokens are drawn from no more rows than sequences may run, since memory is planned for so many."""
+        num_tokens, num_sampled = sum(c.count for c in chunks), sum(c.sample for c in chunks)
+        num_free = max(0, min(budget.max_num_batched_tokens - num_tokens, budget.max_num_seqs - num_sampled))
+        most = [self._most_drafts(c.seq, c.start + c.count) if c.sample else 0 for c in chunks]
+        drafts = drafter.draft(chunks, most, num_free)
         with_drafts = [replace(c, draft_ids=ids) if ids else c for c, ids in zip(chunks, drafts, strict=True)]
         for chunk in with_drafts:
             if chunk.start + chunk.num_rows > len(chunk.seq.block_ids) * self.info.block_size:
                 self._take_spare(chunk.seq)
         return with_drafts
 
-    def _most_drafts(self, chunk: Chunk) -> int:
-        """The last token that it may have is drawn and not computed, so it is no draft."""
-        seq, end = chunk.seq, chunk.start + chunk.count
-        if not chunk.sample or end > len(seq.token_ids):
+    def _most_drafts(self, seq: Sequence, end: int, num_drawing: int = 0) -> int:
+        """In a step that computes its tokens up to `end`, of which num_drawing are not known yet, though they will be.
+        The last token that it may have is drawn and not computed, so it is no draft."""
+        num_tokens = len(seq.token_ids) + num_drawing
+        if end > num_tokens:
             return 0
-        num_open = min(seq.params.max_tokens - seq.num_output_tokens, self.info.max_num_tokens - len(seq.token_ids))
+        num_open = min(seq.params.max_tokens + seq.num_prompt_tokens, self.info.max_num_tokens) - num_tokens
         num_blocks = len(seq.block_ids) + (len(self.blocks.spares) > len(self.sequences))
         return max(0, min(num_open - 1, num_blocks * self.info.block_size - end))
 
     def expects_drafts(self) -> bool:
         """Would the next step have some, if the tokens of those in flight were known?"""
-        return self.drafter is not None and self.drafter.expects(s for s in self.sequences.values() if s.num_drawing)
+        if self.drafter is None:
+            return False
+        drawing = [s for s in self.sequences.values() if s.num_drawing]
+        most = [self._most_drafts(s, s.next_position + 1, s.num_drawing) for s in drawing]
+        return self.drafter.expects(drawing, most, max(0, self.budget.max_num_seqs - len(drawing)))
 
     def _forget_guesses(self, seq: Sequence) -> None:
         if self.drafter is not None:

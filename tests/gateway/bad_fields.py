@@ -17,7 +17,7 @@ Json = dict[str, Any]
 # Fields with rules that a schema cannot say: they depend on the model, or on another field.
 FURTHER_RULES = {
     "/v1/chat/completions": {
-        "messages", "logit_bias", "min_tokens", "n", "stop_token_ids", "stream_options", "top_logprobs",
+        "messages", "logit_bias", "min_tokens", "n", "prediction", "stop_token_ids", "stream_options", "top_logprobs",
         "response_format", "structured_outputs",
     },
     "/v1/completions": {

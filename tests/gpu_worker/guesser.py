@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 
 from services.gpu_worker.batch import Chunk, Drawn, Sequence
@@ -29,8 +28,8 @@ class Guesser:
             self.num_drafted += count
         return drafts
 
-    def expects(self, sequences: Iterable[Sequence]) -> bool:
-        return any(True for _ in sequences) and self.num_drafts > 0
+    def expects(self, sequences: Seq[Sequence], most: Seq[int], num_free: int) -> bool:
+        return any(most) and min(num_free, self.num_drafts) > 0
 
     def observe(self, chunks: Seq[Chunk], drawn: Seq[Drawn], seconds: float) -> None:
         self.seconds.append(seconds)

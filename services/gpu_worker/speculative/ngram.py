@@ -6,7 +6,7 @@ prompt lookup in vLLM and transformers.
 
 from __future__ import annotations
 
-from services.gpu_worker.speculative.proposer import NOTHING, Proposal, going_on
+from services.gpu_worker.speculative.proposer import EXPECTED_STRENGTH, NOTHING, Proposal, going_on
 
 
 class NgramProposer:
@@ -28,6 +28,9 @@ class NgramProposer:
             if self._length == 0 and gram in ends:
                 self._source, self._length = ends[gram], n
             ends[gram] = end
+
+    def expect(self, count: int) -> None:
+        self._source, self._length = len(self._text) - count, min(EXPECTED_STRENGTH, self.max_strength)
 
     def propose(self, most: int) -> Proposal:
         if self._length == 0 or most < 1:

@@ -15,6 +15,7 @@ class Proposal:
 
 
 NOTHING = Proposal()
+EXPECTED_STRENGTH = 8  # of the first token that is said to come
 
 
 def going_on(text: list[int], source: int, count: int) -> tuple[int, ...]:
@@ -31,6 +32,10 @@ class Proposer(Protocol):
     max_strength: int
 
     def append(self, token_id: int) -> None: ...
+
+    def expect(self, count: int) -> None:
+        """The last so many tokens have not come: somebody who should know says that they come now."""
+        ...
 
     def propose(self, most: int) -> Proposal:
         """At most so many drafts of what comes next."""

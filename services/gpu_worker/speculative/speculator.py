@@ -7,7 +7,6 @@ all of them together is what makes most tokens a second expected, by what steps 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
@@ -18,10 +17,10 @@ from services.gpu_worker.speculative.ngram import NgramProposer
 from services.gpu_worker.speculative.proposer import NOTHING, Proposal, Proposer
 from services.gpu_worker.speculative.row_cost import RowCost
 from services.gpu_worker.speculative.suffix import SuffixProposer
-from shared.speculative_config import MAX_SPECULATIVE_TOKENS, SpeculativeConfig
+from shared.speculative_config import SpeculativeConfig
 
 WORKER_SHARE_KEPT = 0.99  # of what the worker has counted, with one more
-READ_TOKENS = 1024  # of a sequence before one step: reading takes some microseconds a token
+READ_TOKENS = 2048  # of all sequences before one step: reading takes some microseconds a token
 
 
 @dataclass(slots=True)
@@ -33,17 +32,30 @@ class _Guided:
     acceptance: Acceptance
     num_read: int = 0
 
-    def catch_up(self) -> bool:
-        """Reads on; whether that is all there is. What is drawn shows how good the proposer is."""
+    @property
+    def num_unread(self) -> int:
+        return len(self.seq.token_ids) + len(self.seq.prediction) - self.num_read
+
+    def read(self, most: int) -> int:
+        """Reads on, prompt, prediction, output, so many tokens at most; how many. What is drawn shows how good the
+        proposer is."""
         seq, propose, append = self.seq, self.proposer.propose, self.proposer.append
-        end = min(len(seq.token_ids), self.num_read + READ_TOKENS)
-        for position in range(self.num_read, end):
-            token_id = seq.token_ids[position]
-            if position >= seq.num_prompt_tokens and (guess := propose(1)).ids:
-                self.acceptance.observe(guess.strength, guess.ids[0] == token_id)
-            append(token_id)
-        self.num_read = end
-        return end == len(seq.token_ids)
+        num_prompt, num_predicted = seq.num_prompt_tokens, len(seq.prediction)
+        count = min(self.num_unread, most)
+        for at in range(self.num_read, self.num_read + count):
+            if at < num_prompt:
+                append(seq.token_ids[at])
+            elif at < num_prompt + num_predicted:
+                append(seq.prediction[at - num_prompt])
+                if at == num_prompt + num_predicted - 1:
+                    self.proposer.expect(num_predicted)
+            else:
+                token_id = seq.token_ids[at - num_predicted]
+                if (guess := propose(1)).ids:
+                    self.acceptance.observe(guess.strength, guess.ids[0] == token_id)
+                append(token_id)
+        self.num_read += count
+        return count
 
 
 @dataclass(slots=True)
@@ -67,6 +79,7 @@ class Speculator:
         self._guided: dict[str, _Guided] = {}
 
     def draft(self, chunks: Seq[Chunk], most: Seq[int], num_free: int) -> list[tuple[int, ...]]:
+        self._read([c.seq for c in chunks])
         proposals, survivals = [], []
         for chunk, allowed in zip(chunks, most, strict=True):
             proposal, survival = self._propose(chunk.seq, allowed)
@@ -78,15 +91,12 @@ class Speculator:
         lengths = choose_lengths(survivals, num_sampled, num_rows, num_free, self._cost.relative)
         return [proposal.ids[:length] for proposal, length in zip(proposals, lengths, strict=True)]
 
-    def expects(self, sequences: Iterable[Sequence]) -> bool:
-        """Would there be drafts, if what is being drawn for these were what is expected?"""
-        survivals = []
-        for seq in sequences:
-            survivals.append(self._propose(seq, MAX_SPECULATIVE_TOKENS)[1][1:])
+    def expects(self, sequences: Seq[Sequence], most: Seq[int], num_free: int) -> bool:
+        self._read(sequences)
+        survivals = [self._propose(seq, 1 + n)[1][1:] for seq, n in zip(sequences, most, strict=True) if n > 0]
         if not any(survivals):
             return False
-        count = len(survivals)
-        return any(choose_lengths(survivals, count, count, sum(map(len, survivals)), self._cost.relative))
+        return any(choose_lengths(survivals, len(sequences), len(sequences), num_free, self._cost.relative))
 
     def observe(self, chunks: Seq[Chunk], drawn: Seq[Drawn], seconds: float) -> None:
         """What a step has drawn, and how long it took."""
@@ -102,16 +112,23 @@ class Speculator:
         """It has left."""
         self._guided.pop(seq.sid, None)
 
+    def _read(self, sequences: Seq[Sequence]) -> None:
+        """On, those with the least to read first."""
+        left = READ_TOKENS
+        for guided in sorted((self._guide(s) for s in sequences if self._most(s)), key=lambda g: g.num_unread):
+            left -= guided.read(left)
+
     def _propose(self, seq: Sequence, allowed: int) -> tuple[Proposal, list[float]]:
         """With the chance of each draft that it and all before it are right."""
-        asked = seq.params.num_speculative_tokens
-        most = self._config.num_speculative_tokens if asked is None else min(asked, self._config.num_speculative_tokens)
-        if most == 0:
+        most = min(allowed, self._most(seq))
+        if most == 0 or (guided := self._guide(seq)).num_unread:
             return NOTHING, []
-        guided = self._guide(seq)
-        proposal = guided.proposer.propose(min(allowed, most)) if guided.catch_up() else NOTHING
-        max_strength = guided.proposer.max_strength
-        return proposal, guided.acceptance.survival(proposal.strength, len(proposal.ids), max_strength)
+        proposal = guided.proposer.propose(most)
+        return proposal, guided.acceptance.survival(proposal.strength, len(proposal.ids), guided.proposer.max_strength)
+
+    def _most(self, seq: Sequence) -> int:
+        asked = seq.params.num_speculative_tokens
+        return self._config.num_speculative_tokens if asked is None else min(asked, self._config.num_speculative_tokens)
 
     def _guide(self, seq: Sequence) -> _Guided:
         guided = self._guided.get(seq.sid)

@@ -7,7 +7,7 @@ token after the place where it differed, as copies with changes do.
 
 from __future__ import annotations
 
-from services.gpu_worker.speculative.proposer import NOTHING, Proposal, going_on
+from services.gpu_worker.speculative.proposer import EXPECTED_STRENGTH, NOTHING, Proposal, going_on
 
 SIZES = (4, 2, 1)  # of what is looked up
 MAX_LENGTH = 64  # of a match, as far as it is counted
@@ -55,6 +55,9 @@ class SuffixProposer:
         while length < min(end, MAX_LENGTH) and text[end - 1 - length] == text[-1 - length]:
             length += 1
         return length
+
+    def expect(self, count: int) -> None:
+        self._source, self._length = len(self._text) - count, EXPECTED_STRENGTH
 
     def propose(self, most: int) -> Proposal:
         if self._source < 0 or most < 1:

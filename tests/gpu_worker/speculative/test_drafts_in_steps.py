@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Seq
 from typing import Any
 
 import pytest
 
 from services.gpu_worker.batch import Chunk
+from services.gpu_worker.composer import Budget
 from services.gpu_worker.engine_thread import EngineLoop
 from services.gpu_worker.running_set import Change, RunningSet
 from shared import scripted_vocab as vocab
@@ -119,7 +121,7 @@ def test_without_slots_there_are_no_drafts() -> None:
 
 def test_drafts_take_a_spare_block_only_where_there_is_one_for_everybody() -> None:
     def most_taken(num_spares: int) -> int:
-        loop, running = make_loop(Guesser(num_drafts=5, wrong_every=1000))
+        loop, running = make_loop(Guesser(num_drafts=3, wrong_every=1000))
         loop.submit(Change("run", 1, Extend(sid="", epoch=0, pool_term=0, block_ids=tuple(range(40, 40 + num_spares)))))
         for n in range(2):
             submit(loop, n, [1, 2, 3, 4, 5, 6, 7], num_blocks=2, max_tokens=16)
@@ -129,21 +131,23 @@ def test_drafts_take_a_spare_block_only_where_there_is_one_for_everybody() -> No
     assert [most_taken(n) for n in (0, 2, 3, 4)] == [0, 0, 2, 2]
 
 
-def test_a_step_has_no_more_tokens_than_it_may() -> None:
-    guesser = Guesser(num_drafts=8, wrong_every=1000)
-    loop, running = make_loop(guesser)
+@pytest.mark.parametrize(("budget", "num_rows"), [(Budget(32, 20, 32), 20), (Budget(12, 20, 12), 12)])
+def test_a_step_has_no_more_rows_than_it_may(budget: Budget, num_rows: int) -> None:
+    """Neither tokens, nor rows that are drawn from."""
+    running = make_running(96, capacity=budget, drafter=Guesser(num_drafts=8, wrong_every=1000))
+    loop = EngineLoop(OverlappingScripted(make_engine(running)), running)
     sizes = []
     begin = loop._start
 
-    def start(chunks: list[Chunk]) -> Any:
-        sizes.append(sum(c.num_rows for c in chunks))
+    def start(chunks: Seq[Chunk]) -> Any:
+        sizes.append(sum(1 + len(c.draft_ids) if c.sample else c.count for c in chunks))
         return begin(chunks)
 
-    loop._start = start  # type: ignore[assignment]
+    loop._start = start
     for n in range(6):
         submit(loop, n, max_tokens=8)
     run_dry(loop)
-    assert max(sizes) == 32 and len(answers(running)) == 6
+    assert max(sizes[1:]) == num_rows and len(answers(running)) == 6
 
 
 @pytest.mark.parametrize("kind", [Cancel, Preempt])

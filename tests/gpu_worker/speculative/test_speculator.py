@@ -152,6 +152,28 @@ def test_a_request_can_only_lower_how_many(asked: int) -> None:
     assert [len(ids) for ids in drafts] == [asked, 5] and drafts[1] == tuple(text[20:25])
 
 
+def known_cost() -> RowCost:
+    cost = RowCost()
+    for num_rows in (1, 2, 4, 8):
+        cost.observe(num_rows, few_rows_are_cheap(num_rows))
+    return cost
+
+
+def test_all_together_read_no_more_before_a_step_than_one() -> None:
+    """And those first that have the least to read: who decodes does not wait for the prompts of others."""
+    speculator = Speculator(SUFFIX)
+    text = words(random.Random(7), READ_TOKENS // 2 + 1)
+    sequences = [make_sequence(text, n) for n in range(3)] + [make_sequence(text[:50] + text[:20], 3)]
+    chunks = [Chunk(s, len(s.token_ids) - 1, 1, True) for s in sequences]
+    num_read = []
+    for _ in range(4):
+        drafts = speculator.draft(chunks, [8] * 4, 100)
+        assert drafts[3] == tuple(text[20:28])
+        num_read.append(sum(g.num_read for g in speculator._guided.values()))
+    assert max(b - a for a, b in zip([0, *num_read], num_read, strict=False)) <= READ_TOKENS
+    assert num_read[-1] == 3 * len(text) + 70
+
+
 def test_long_prompts_are_read_over_several_steps() -> None:
     speculator = Speculator(SUFFIX)
     text = words(random.Random(7), READ_TOKENS)
@@ -161,14 +183,42 @@ def test_long_prompts_are_read_over_several_steps() -> None:
     assert speculator.draft([chunk], [8], 100) == [tuple(text[20:28])]
 
 
+@pytest.mark.parametrize("config", [SUFFIX, NGRAM], ids=["suffix", "ngram"])
+def test_a_prediction_is_drafted_from_the_first_token_on(config: SpeculativeConfig) -> None:
+    rng = random.Random(9)
+    answer = words(rng, 200)
+    predicted = [*answer[:90], *words(rng, 3), *answer[92:]]
+    ratios = []
+    for number in range(3):
+        seq = replace(make_sequence(words(rng, 50), number), prediction=tuple(predicted))
+        assert Speculator(config).draft([Chunk(seq, 49, 1, True)], [4], 9) == [tuple(answer[:4])]
+        ratios.append(Simulation(Speculator(config)).run([seq], [answer]))
+    assert min(ratios) > 1.8
+
+
+def test_long_predictions_are_read_over_several_steps() -> None:
+    speculator = Speculator(SUFFIX)
+    predicted = words(random.Random(7), READ_TOKENS)
+    seq = replace(make_sequence([1, 2, 3]), prediction=tuple(predicted))
+    chunk = Chunk(seq, 2, 1, True)
+    assert speculator.draft([chunk], [8], 100) == [()]
+    assert speculator.draft([chunk], [8], 100) == [tuple(predicted[:8])]
+
+
 def test_what_is_expected_of_a_token_that_is_not_known() -> None:
     text = words(random.Random(8), 60)
-    speculator = Speculator(SUFFIX, cost=RowCost())
-    assert speculator.expects([make_sequence(text + text[:20], 0)])
-    assert not speculator.expects(
-        [make_sequence(text, 1), make_sequence(text[:9] + text[:3], 2, num_speculative_tokens=0)]
-    )
-    assert not speculator.expects([])
+    speculator = Speculator(SUFFIX, known_cost())
+    copy, other = make_sequence(text + text[:20], 0), make_sequence(text, 1)
+    assert speculator.expects([copy], [9], 9)
+    assert speculator.expects([other, copy], [9, 9], 9)
+    assert not speculator.expects([copy], [0], 9) and not speculator.expects([copy], [9], 0)
+    assert not speculator.expects([other], [9], 9)
+    assert not speculator.expects([make_sequence(text + text[:20], 2, num_speculative_tokens=0)], [9], 9)
+
+
+def test_of_nobody_nothing_is_expected() -> None:
+    """As while a prompt is computed, or when the only one has left: what steps cost is known by then."""
+    assert not Speculator(SUFFIX, known_cost()).expects([], [], 9)
 
 
 def test_counts_by_position() -> None:
