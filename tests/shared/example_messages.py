@@ -108,7 +108,7 @@ def _bounded(hint: Any, metadata: list[Any]) -> st.SearchStrategy[Any]:
         if getattr(m, name, None) is not None
     }
     if hint is bytes and bounds:
-        return st.binary(min_size=bounds["min_length"], max_size=bounds["max_length"])
+        return st.binary(min_size=bounds.get("min_length", 0), max_size=bounds["max_length"])
     if hint is float and bounds:
         low = bounds.get("ge", math.nextafter(bounds.get("gt", -1e300), math.inf))
         return st.floats(low, bounds.get("le", 1e300))
