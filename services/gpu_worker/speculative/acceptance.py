@@ -6,15 +6,14 @@ stays true while nothing is drafted. A sequence begins with what its worker has 
 
 from __future__ import annotations
 
-import math
-
 NUM_LEVELS = 12  # of strength: 0 to 7 one by one, then doubling
 SHARE_KEPT = 0.95  # of what was counted, when one more is
+NEGLIGIBLE = 0.01  # chance of a draft that is not worth asking about: a row costs more than that of any step
 PRIOR_WEIGHT = 6.0  # what others have shown counts as so many tokens
 
 
 def level_of(strength: int) -> int:
-    return strength if strength < 8 else min(NUM_LEVELS - 1, 5 + int(math.log2(strength)))
+    return strength if strength < 8 else min(NUM_LEVELS - 1, 4 + strength.bit_length())
 
 
 class Acceptance:
@@ -40,9 +39,12 @@ class Acceptance:
         return (self._right[level] + PRIOR_WEIGHT * expected) / (self._tried[level] + PRIOR_WEIGHT)
 
     def survival(self, strength: int, count: int, max_strength: int) -> list[float]:
-        """Of each of so many drafts, the first of this strength: that it and all before it are right."""
+        """Of each of so many drafts, the first of this strength: that it and all before it are right. Without those
+        that have next to no chance."""
         chances, chance = [], 1.0
         for i in range(count):
             chance *= self.probability(min(strength + i, max_strength))
+            if chance < NEGLIGIBLE:
+                break
             chances.append(chance)
         return chances
