@@ -17,7 +17,9 @@ from typing import Any
 from services.gpu_worker.commands.bench_load import EngineBench, Result, requests
 from services.gpu_worker.composer import Budget
 from services.gpu_worker.engines import load_engine
-from shared import model_source, settings
+from services.gpu_worker.probe import measure_rows
+from services.gpu_worker.speculative.speculator import Speculator
+from shared import model_source, settings, speculative_config
 from shared.cores import leaves_one_free, num_cores
 from shared.settings import CommonSettings, WorkerSettings
 
@@ -77,7 +79,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         lengths = [round(math.exp(rng.uniform(low, high))) for _ in range(args.num_requests)]
     budget = Budget(own.max_num_batched_tokens, max(args.concurrency, own.max_num_seqs), own.max_num_batched_tokens)
     overlap = leaves_one_free(threads) if args.overlap is None else args.overlap
-    bench = EngineBench(engine, budget, own.max_step_ms / 1000, overlap=overlap)
+    config = speculative_config.parse(own.speculative_config)
+    drafter = Speculator(config, measure_rows(engine)) if config else None
+    bench = EngineBench(engine, budget, own.max_step_ms / 1000, overlap=overlap, drafter=drafter)
     bench.run(requests(2, 16, [4], engine.info.vocab_size, args.seed), 2, "continuous")  # warm-up
     for round_number in range(args.repeat):
         todo = requests(

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from services.gpu_worker.admission import Admission
-from services.gpu_worker.batch import Engine
+from services.gpu_worker.batch import Drafter, Engine
 from services.gpu_worker.commits import Commit
 from services.gpu_worker.composer import Budget
 from services.gpu_worker.engine_thread import EngineLoop
@@ -68,11 +68,13 @@ class EngineBench:
 
     def __init__(
         self, engine: Engine, budget: Budget, max_step_s: float, *, overlap: bool = True,
-        clock: Callable[[], float] = time.perf_counter,
+        drafter: Drafter | None = None, clock: Callable[[], float] = time.perf_counter,
     ) -> None:  # fmt: skip
         self._engine = engine
         self._clock = clock
-        self._running = RunningSet(engine.info, budget, lambda params, vocab_size: None, enable_prefix_caching=False)
+        self._running = RunningSet(
+            engine.info, budget, lambda params, vocab: None, drafter, enable_prefix_caching=False
+        )
         self._loop = EngineLoop(engine, self._running, max_step_s=max_step_s, overlap=overlap)
         self._running.apply(Change("run", TERM, TakeOver(term=TERM, inbox="")))
         self._running.questions.clear()
@@ -130,14 +132,14 @@ class EngineBench:
         now = self._clock()
         for seq, num_tokens in before:
             if seq.num_output_tokens > num_tokens:
-                self._drew(seq.sid, seq.num_output_tokens, now, result)
+                self._drew(seq.sid, num_tokens, seq.num_output_tokens, now, result)
         self._settle()
 
-    def _drew(self, sid: str, num_output_tokens: int, now: float, result: Result) -> None:
-        if num_output_tokens == 1:
+    def _drew(self, sid: str, num_before: int, num_after: int, now: float, result: Result) -> None:
+        """Tokens that a sequence had, and has now."""
+        if num_before == 0:
             result.ttft_s.append(now - self._started[sid])
-        if num_output_tokens <= self._wanted[sid]:
-            result.num_output_tokens += 1
+        result.num_output_tokens += max(0, min(num_after, self._wanted[sid]) - num_before)
 
     def _settle(self) -> None:
         """What production's commits do, answered at once; blocks of ended sequences are free again."""
