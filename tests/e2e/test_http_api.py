@@ -42,6 +42,21 @@ async def test_health_and_version(client: Client, shared_stack: Stack) -> None:
     assert [w["num_blocks"] for w in about["workers"]] == [512, 512] and about["system_fingerprint"]
 
 
+async def test_a_prediction_changes_no_answer_and_usage_says_how_much_came_true(client: Client) -> None:
+    plainly = await client.ask(chat("guess what", **USAGE))
+    right = {"type": "content", "content": plainly.text}
+    for prediction, more in ((right, {}), (right, {"speculative": {"num_speculative_tokens": 0}})):
+        answer = await client.ask(chat("guess what", prediction=prediction, **USAGE, **more))
+        assert answer.text == plainly.text and answer.usage and plainly.usage
+        assert answer.usage["completion_tokens_details"] == {
+            "accepted_prediction_tokens": answer.usage["completion_tokens"], "rejected_prediction_tokens": 0,
+        }  # fmt: skip
+    wrong = await client.ask(chat("guess what", prediction={"type": "content", "content": "~~~"}, **USAGE))
+    assert wrong.text == plainly.text and wrong.usage
+    assert wrong.usage["completion_tokens_details"]["rejected_prediction_tokens"] == 3
+    assert plainly.usage["completion_tokens_details"]["accepted_prediction_tokens"] == 0
+
+
 async def test_metrics_show_every_service(client: Client) -> None:
     await client.ask(plain("to be counted"))
 
