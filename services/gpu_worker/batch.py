@@ -20,6 +20,10 @@ class Answer(Protocol):
         """Are these the beginning of an answer?"""
         ...
 
+    def fork(self) -> Answer:
+        """The same place, from where both go on apart."""
+        ...
+
 
 @dataclass(slots=True)
 class Sequence:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence as Seq
 
-from services.gpu_worker.batch import Chunk, Drawn, SampledToken
+from services.gpu_worker.batch import Answer, Chunk, Drawn, SampledToken
 from services.gpu_worker.sampler import Draw
 from services.gpu_worker.step_inputs import SequenceError
 
@@ -17,19 +17,23 @@ from services.gpu_worker.step_inputs import SequenceError
 def draws_of(chunks: Seq[Chunk], sample_chunks: Seq[int]) -> list[Draw]:
     """What each sample row is drawn for. sample_chunks: the number of its chunk; a chunk's rows follow each other."""
     num_before: Counter[int] = Counter()
+    forks: dict[int, Answer] = {}  # a grammar that fails on a draft must not fail the answer
     draws = []
     for number in sample_chunks:
-        draws.append(_draw_after(chunks[number], num_before[number]))
+        chunk, num_drafts = chunks[number], num_before[number]
+        answer = chunk.seq.answer
+        if num_drafts and answer is not None:
+            answer = forks[number] if number in forks else forks.setdefault(number, answer.fork())
+        draws.append(_draw_after(chunk, num_drafts, answer))
         num_before[number] += 1
     return draws
 
 
-def _draw_after(chunk: Chunk, num_drafts: int) -> Draw:
+def _draw_after(chunk: Chunk, num_drafts: int, answer: Answer | None) -> Draw:
     seq, end = chunk.seq, chunk.start + chunk.count
     token_ids = seq.token_ids if end == len(seq.token_ids) else seq.token_ids[:end]
     if num_drafts:
         token_ids = [*token_ids, *chunk.draft_ids[:num_drafts]]
-    answer = seq.answer
     if num_drafts and answer is not None and not answer.allows(token_ids[seq.num_prompt_tokens :]):
         answer = None  # behind such a draft nothing is taken
     return Draw(seq.params, seq.choice, token_ids, seq.num_prompt_tokens, max(0, end - len(seq.token_ids)), answer)

@@ -7,11 +7,12 @@ from typing import Any
 import pytest
 
 from services.gpu_worker.batch import Chunk, SampledToken, Sequence
-from services.gpu_worker.speculative.verify import drawn_by_chunk
+from services.gpu_worker.speculative.verify import drawn_by_chunk, draws_of
 from services.gpu_worker.step_inputs import SequenceError
 from tests.gpu_worker.any_engine import AnyEngine, engine_threads, load_native, load_torch
 from tests.gpu_worker.builders import make_sequence
 from tests.gpu_worker.guesses import GUESSES, run_with_drafts
+from tests.gpu_worker.test_grammar import begin, by_schema, ids
 from tests.gpu_worker.tiny_models import Runner, prompts, save
 
 NUM_OUTPUT = 12
@@ -79,6 +80,18 @@ def test_logits_that_are_not_finite_count_only_where_their_token_is_drawn() -> N
     for tokens in ([None, five, six], [five, None, six], [five, six, None]):
         with pytest.raises(SequenceError, match="not finite"):
             drawn_by_chunk([chunk], [0, 0, 0], tokens)
+
+
+def test_drafts_do_not_move_the_answer_that_they_are_guesses_of() -> None:
+    """What a grammar does on the way of a draft that is wrong, failing included, happens to a copy."""
+    seq = make_sequence(4)
+    answer = seq.answer = begin(by_schema({"enum": ["red", "rose"]}))
+    letters = list(b'"rose"')
+    chunk = Chunk(seq, 0, 4, True, (*letters[:3], 0))
+    draws = draws_of([chunk], [0] * 5)
+    masks = [d.answer and ids(d.answer.mask_after(d.token_ids[4:])) for d in draws]
+    assert masks == [[ord('"')], [ord("r")], [ord("e"), ord("o")], [ord("s")], None]
+    assert draws[0].answer is answer and answer._ids == []
 
 
 def test_drafts_that_cannot_be_are_refused(engine: AnyEngine) -> None:
