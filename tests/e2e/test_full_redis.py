@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.clients import Answer, Client, Connect, check_same, longest_pause_s
+from tests.e2e.clients import Answer, Client, Connect, check_same, longest_pause_s, num_choices
 from tests.e2e.load import SLOW, USAGE, mixed, plain, words
 from tests.e2e.own_redis import OwnRedis
 from tests.e2e.stack import NewStack, Stack
@@ -23,8 +23,12 @@ def check_refused(answer: Answer) -> None:
 
 
 async def under_load(stack: Stack, client: Client) -> asyncio.Future[list[Answer]]:
-    answering = client.begin_all([*mixed("load"), plain("long", 150, **USAGE)])
-    await wait_until(lambda: sum(s.num_tokens > 3 for s in stack.state.running()) > 15)
+    """All are accepted, and most are being answered."""
+    bodies = [*mixed("load"), plain("long", 150, **USAGE)]
+    num_sequences = sum(map(num_choices, bodies))
+    answering = client.begin_all(bodies)
+    await wait_until(lambda: len(stack.state.sequences()) >= num_sequences)
+    await wait_until(lambda: sum(s.num_tokens > 3 for s in stack.state.running()) > 10)
     return answering
 
 

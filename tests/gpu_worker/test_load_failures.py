@@ -104,9 +104,9 @@ def test_an_engine_that_loads_and_cannot_compute_is_not_announced(monkeypatch: p
 
 LIMITED = """
 import resource, runpy
-import services.gpu_worker.engine
+import services.gpu_worker.engines
 used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
-resource.setrlimit(resource.RLIMIT_AS, (used + (256 << 20), resource.RLIM_INFINITY))
+resource.setrlimit(resource.RLIMIT_AS, (used + (512 << 20), resource.RLIM_INFINITY))
 runpy.run_module("services.gpu_worker", run_name="__main__")
 """
 
