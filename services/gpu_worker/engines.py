@@ -13,6 +13,7 @@ import torch
 from kernels.native import build
 from kernels.native.build import NoNativeOps
 from kernels.native.library import NativeLibrary
+from services.gpu_worker.cuda_graphs import CudaRecorder
 from services.gpu_worker.engine import TorchEngine
 from services.gpu_worker.gpu_engine import DEFAULT_LIMITS, GpuEngine, StepLimits
 from services.gpu_worker.gpu_memory import CudaCard
@@ -53,7 +54,8 @@ def load_engine(
             return GpuEngine.load(
                 model, device, kv_cache_bytes=kv_cache_bytes, block_size=block_size, max_model_len=max_model_len,
                 kv_cache_dtype=kv_cache_dtype, quantization=quantization, limits=limits,
-                card=CudaCard(device) if device.type == "cuda" else None, progress=progress,
+                card=CudaCard(device) if device.type == "cuda" else None,
+                recorder=CudaRecorder() if device.type == "cuda" else None, progress=progress,
             )  # fmt: skip
         except MemoryError as e:  # another try would end the same way
             raise ConfigError(f"the GPU's memory does not suffice: {e}") from None

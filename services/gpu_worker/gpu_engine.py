@@ -8,7 +8,7 @@ Where Triton's kernels are interpreted, and in tests of everything but kernels, 
 from __future__ import annotations
 
 import logging
-import math
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from functools import partial
@@ -19,17 +19,20 @@ import torch
 from kernels.kv_cache import KvCache, empty_kv_cache
 from services.gpu_worker.attention_plan import Geometry
 from services.gpu_worker.batch import Chunk, Drawn, EngineInfo, Sequence
+from services.gpu_worker.cuda_graphs import DecodeGraphs, Recorder
 from services.gpu_worker.device_sampler import PendingTokens, draw, needs_history
 from services.gpu_worker.engine import USEFUL_CONTEXTS, context_length, memory_errors
-from services.gpu_worker.gpu_inputs import build_inputs, upload
+from services.gpu_worker.gpu_inputs import DeviceInputs, build_inputs, upload
 from services.gpu_worker.gpu_memory import Budget, Card
 from services.gpu_worker.kv_pool import block_bytes, cache_dtype, num_blocks_for
 from services.gpu_worker.model.config import ConfigError
 from services.gpu_worker.model.gpu_decoder import GpuDecoder, refuse_unknown
+from services.gpu_worker.planning import card_weight_bytes
 from services.gpu_worker.speculative.verify import drawn_by_chunk, draws_of
 from services.gpu_worker.variant import gpu_variant, kind_of
 from services.gpu_worker.weights.loader import Progress, load_weights, open_source
 from services.gpu_worker.weights.on_device import OnDevice
+from services.gpu_worker.weights.outline import outline
 from shared.protocol import SamplingParams
 
 log = logging.getLogger(__name__)
@@ -52,7 +55,9 @@ DEFAULT_LIMITS = StepLimits(512, 64, 0.9)
 def largest_step(engine: GpuEngine, limits: StepLimits) -> None:
     """A step of as many tokens and samples as there may be, on an engine whose only block takes whatever is stored."""
     info = engine.info
-    params = SamplingParams(max_tokens=1, temperature=1.0, top_p=0.9, logprobs=20, seed=0)
+    params = SamplingParams(
+        max_tokens=1, temperature=1.0, top_p=0.9, logprobs=20, repetition_penalty=1.1, logit_bias={0: 1.0}, seed=0
+    )
     chunks, left = [], limits.max_num_batched_tokens
     for number in range(min(limits.max_num_seqs, left)):
         later = min(limits.max_num_seqs, limits.max_num_batched_tokens) - number - 1
@@ -94,13 +99,14 @@ class GpuEngine:
 
     def __init__(
         self, decoder: GpuDecoder, caches: tuple[KvCache, ...], geometry: Geometry, info: EngineInfo,
-        device: torch.device,
+        device: torch.device, graphs: DecodeGraphs | None = None,
     ) -> None:  # fmt: skip
         self.info = info
         self._decoder = decoder
         self._caches = caches
         self._geometry = geometry
         self._device = device
+        self._graphs = graphs
         self._before: GpuStep | None = None
 
     @classmethod
@@ -117,24 +123,23 @@ class GpuEngine:
         quantization: str = "none",
         limits: StepLimits = DEFAULT_LIMITS,
         card: Card | None = None,
+        recorder: Recorder | None = None,
         progress: Progress | None = None,
     ) -> GpuEngine:
         """ValueError (ConfigError, WeightsError, GGUFError) if the model cannot be served as asked.
 
         dtype auto is bfloat16, and float32 where the device is the CPU; the cache's is what is computed in. card: where
         there is one, what weights and a step leave of it is the pool's, unless kv_cache_bytes says how large that is.
+        recorder: of graphs, with which decoding steps are launched at once.
         """
-        if dtype not in ("auto", *DTYPES):
-            raise ConfigError(f"dtype: {dtype!r} is not supported (known: auto, {', '.join(DTYPES)})")
-        computed = DTYPES.get(dtype, torch.float32 if device.type == "cpu" else torch.bfloat16)
-        kv_dtype = computed if kv_cache_dtype == "auto" else cache_dtype(kv_cache_dtype)
+        computed, kv_dtype = _dtypes(device, dtype, kv_cache_dtype)
         source = open_source(model, quantization)
         config = source.config
         refuse_unknown(config)
         length = context_length(config, max_model_len, windows=True)
         budget = None if card is None else Budget(card.total_bytes, card.free_bytes(), limits.memory_share)
         if budget is not None:
-            budget.check_weights(sum(map(math.prod, source.shapes.values())) * computed.itemsize)
+            budget.check_weights(card_weight_bytes(outline(model, quantization)))
         with torch.inference_mode(), memory_errors():
             decoder = GpuDecoder(config, load_weights(source, progress, OnDevice(device, computed)), length)
         identity = f"{source.identity}-{length}" if config.rope.kind == "longrope" else source.identity
@@ -151,17 +156,19 @@ class GpuEngine:
                     empty_kv_cache(num_blocks, config.num_kv_heads, block_size, config.head_dim, kv_dtype, device)
                     for _ in range(config.num_layers)
                 )
-            return cls(decoder, caches, geometry, info, device)
+            graphs = None
+            if recorder is not None:
+                graphs = DecodeGraphs(
+                    partial(decoder.forward, caches=caches), recorder, device, block_size=block_size,
+                    max_num_seqs=limits.max_num_seqs, max_model_len=length,
+                )  # fmt: skip
+            return cls(decoder, caches, geometry, info, device, graphs)
 
         size, most_useful = block_bytes(config, block_size, kv_dtype), USEFUL_CONTEXTS * -(-length // block_size)
-        if kv_cache_bytes is not None or card is None or budget is None:
+        if card is None or budget is None:
             return with_pool(num_blocks_for(kv_cache_bytes, size, most_useful))
-        step = card.peak_bytes(partial(largest_step, with_pool(1), limits))
-        taken = budget.free - card.free_bytes()
-        num_blocks = budget.num_blocks(taken=taken, step=step, block_bytes=size, most_useful=most_useful)
-        if budget.shortened:
-            log.warning("%s", budget.shortened)
-        return with_pool(num_blocks)
+        run = partial(largest_step, with_pool(1), limits)
+        return with_pool(_num_blocks(card, budget, run, kv_cache_bytes, size, most_useful))
 
     def step(self, chunks: Seq[Chunk]) -> list[Drawn]:
         """As `Engine.step`. SequenceError, before anything is computed, for a chunk that cannot be; and after, for a
@@ -185,9 +192,44 @@ class GpuEngine:
         inputs, sample_chunks = build_inputs(chunks, self._geometry, before.samples if before else None)
         draws = draws_of(chunks, sample_chunks)
         with torch.inference_mode(), memory_errors():
-            inputs = inputs.with_tensors(upload(inputs.tensors(), self._device))
-            if before is not None:
-                before.tokens.fill_in(inputs.token_ids)
-            tokens = draw(self._decoder.forward(inputs, self._caches), draws)
+            tokens = draw(self._logits(inputs, before), draws)
+            if self._graphs is not None:
+                self._graphs.record_due()
         waits = any(map(needs_history, draws)) or any(c.draft_ids for c in chunks)
         return GpuStep(chunks, sample_chunks, tokens, may_be_followed=not waits)
+
+    def _logits(self, inputs: DeviceInputs, before: GpuStep | None) -> torch.Tensor:
+        """inputs: on the host."""
+
+        def fill_in(token_ids: torch.Tensor) -> None:
+            if before is not None:
+                before.tokens.fill_in(token_ids)
+
+        logits = None if self._graphs is None else self._graphs.run(inputs, fill_in)
+        if logits is None:
+            inputs = inputs.with_tensors(upload(inputs.tensors(), self._device))
+            fill_in(inputs.token_ids)
+            logits = self._decoder.forward(inputs, self._caches)
+        return logits
+
+
+def _dtypes(device: torch.device, dtype: str, kv_cache_dtype: str) -> tuple[torch.dtype, torch.dtype]:
+    """What is computed in, and the cache's."""
+    if dtype not in ("auto", *DTYPES):
+        raise ConfigError(f"dtype: {dtype!r} is not supported (known: auto, {', '.join(DTYPES)})")
+    computed = DTYPES.get(dtype, torch.float32 if device.type == "cpu" else torch.bfloat16)
+    return computed, computed if kv_cache_dtype == "auto" else cache_dtype(kv_cache_dtype)
+
+
+def _num_blocks(
+    card: Card, budget: Budget, run: Callable[[], None], kv_cache_bytes: int | None, block_bytes: int, most_useful: int
+) -> int:
+    """run: the largest step. It is run in any case, since it compiles most kernels."""
+    step = card.peak_bytes(run)
+    if kv_cache_bytes is not None:
+        return num_blocks_for(kv_cache_bytes, block_bytes, most_useful)
+    taken = budget.free - card.free_bytes()
+    num_blocks = budget.num_blocks(taken=taken, step=step, block_bytes=block_bytes, most_useful=most_useful)
+    if budget.shortened:
+        log.warning("%s", budget.shortened)
+    return num_blocks

@@ -98,7 +98,7 @@ def plan_card(outline: Outline, limits: Limits, memory_bytes: int) -> Plan:
     length = context_length(config, limits.max_model_len, windows=True)
     dtype = torch.bfloat16 if limits.kv_cache_dtype == "auto" else cache_dtype(limits.kv_cache_dtype)
     size = block_bytes(config, limits.block_size, dtype)
-    weights = sum(map(_card_bytes, outline.parameters))
+    weights = card_weight_bytes(outline)
     step = _step_bytes(config, limits, length, 2)
     left = int(memory_bytes * limits.memory_share) - weights - step
     return _plan("card", outline, length, weights, step, limits, size, max(0, left // size))
@@ -122,6 +122,10 @@ def _torch_weights(outline: Outline) -> int:
     config = outline.config
     twice = config.vocab_size * config.hidden_size if config.tied else 0
     return 4 * (twice + sum(p.num_elements for p in outline.parameters))
+
+
+def card_weight_bytes(outline: Outline) -> int:
+    return sum(map(_card_bytes, outline.parameters))
 
 
 def _card_bytes(parameter: Outlined) -> int:

@@ -10,11 +10,13 @@ from typing import Any
 import pytest
 import torch
 
+from kernels.planar_weight import GroupedCodes, PlanarWeight
 from services.gpu_worker.batch import Chunk
 from services.gpu_worker.engine import TorchEngine
 from services.gpu_worker.gpu_engine import GpuEngine, StepLimits, largest_step
 from services.gpu_worker.model.config import ConfigError, NotOnGpuError
 from services.gpu_worker.step_inputs import SequenceError
+from services.gpu_worker.weights.on_device import OnDevice
 from tests.gpu_worker.engine_loops import run_loop
 from tests.gpu_worker.tiny_models import Runner, build, ids_of, prompts, save
 
@@ -199,9 +201,10 @@ def test_settings_are_refused_by_name(folder: Path, settings: dict[str, Any], me
         GpuEngine.load(folder, CPU, **(ROOM | settings))
 
 
-def test_what_it_does_not_compute_is_refused_by_name(tmp_path: Path) -> None:
-    save("mixtral", tmp_path)
-    with pytest.raises(NotOnGpuError, match="mixture of experts"):
+@pytest.mark.parametrize(("family", "what"), [("mixtral", "a mixture of experts"), ("deepseek2", "latent attention")])
+def test_what_it_does_not_compute_is_refused_by_name(family: str, what: str, tmp_path: Path) -> None:
+    save(family, tmp_path)
+    with pytest.raises(NotOnGpuError, match=what):
         GpuEngine.load(tmp_path, CPU, **ROOM)
 
 
@@ -216,3 +219,36 @@ def test_drafts_change_how_many_tokens_a_step_draws_never_which(engine: GpuEngin
     chunks = [Chunk(other, 0, 2, False), Chunk(sequence, len(text), 1, True, (want[1], want[2], wrong, want[4]))]
     none, drawn = engine.step(chunks)
     assert (none, [t.token_id for t in drawn]) == ((), want[1:4])
+
+
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+def test_quantised_weights_give_the_logits_of_the_same_weights_as_floats(quantization: str, tmp_path: Path) -> None:
+    """Within what scales of float16 cost."""
+    save("llama", tmp_path, hidden_size=128, intermediate_size=256, num_attention_heads=4)
+    text = prompts(1, low=20)[0]
+
+    def logits(made: TorchEngine | GpuEngine) -> torch.Tensor:
+        return made.logits(Chunk(Runner(made).sequence(text, 1), 0, len(text), True), 0)
+
+    want = logits(TorchEngine.load(tmp_path, quantization=quantization, **ROOM))
+    engine = GpuEngine.load(tmp_path, CPU, quantization=quantization, **ROOM)
+    assert isinstance(engine._decoder._weights.layers[0].out.parts[0], PlanarWeight)  # type: ignore[attr-defined]
+    got = logits(engine)
+    assert (got - want).abs().max() < 0.01 * want.abs().max()
+
+
+def test_parts_of_several_formats_are_multiplied_one_by_one() -> None:
+    generator = torch.Generator().manual_seed(0)
+    codes = GroupedCodes(4, torch.randint(0, 16, (8, 128), generator=generator).byte(), torch.ones(8, 1), centre=8)
+    floats, bias, x = (torch.randn(shape, generator=generator) for shape in ((4, 128), (12,), (3, 128)))
+
+    class Stored:
+        def floats(self) -> torch.Tensor:
+            raise AssertionError("codes are kept")
+
+        def stored(self) -> list[Any]:
+            return [floats, codes]
+
+    linear = OnDevice(CPU, torch.float32).projection(Stored(), bias)
+    assert len(linear.parts) == 2
+    torch.testing.assert_close(linear(x), x @ torch.cat((floats, codes.values())).t() + bias, rtol=1e-3, atol=1e-3)

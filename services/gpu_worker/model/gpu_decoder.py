@@ -29,8 +29,10 @@ def refuse_unknown(config: ModelConfig) -> None:
     """NotOnGpuError for what the decoder does not compute, by name."""
     if config.latent is not None:
         raise NotOnGpuError("latent attention is not computed on GPUs")
-    if config.experts is not None:
-        raise NotOnGpuError("a mixture of experts is not computed on GPUs")
+    parts = {"a mixture of experts": config.experts, "latent attention": config.latent}
+    missing = [what for what, is_there in parts.items() if is_there is not None]
+    if missing:
+        raise NotOnGpuError(f"kernels for GPUs do not compute {', '.join(missing)}")
 
 
 class GpuDecoder:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
-from kernels.matmul_dense import DensePacker
+from kernels.packed_weight import Codes
 from services.gpu_worker.model.config import ALL_NORMS, LatentConfig, ModelConfig
 from services.gpu_worker.model.layers import (
     DecoderWeights,
@@ -17,13 +18,13 @@ from services.gpu_worker.model.layers import (
     FeedForwardWeights,
     LatentWeights,
     LayerWeights,
-    Linear,
     Norm,
     Product,
 )
 from services.gpu_worker.weights.gguf import GGUFSource
 from services.gpu_worker.weights.names import is_place
 from services.gpu_worker.weights.online import QuantizingSource
+from services.gpu_worker.weights.placement import InMemory, Placement
 from services.gpu_worker.weights.safetensors import SafetensorsSource
 from services.gpu_worker.weights.source import WeightsError, WeightSource
 
@@ -38,36 +39,6 @@ def open_source(path: Path, quantization: str = "none") -> WeightSource:
         raise WeightsError(f"{path}: there is no such file or folder")
     source: WeightSource = SafetensorsSource(path) if path.is_dir() else GGUFSource(path)
     return source if quantization == "none" else QuantizingSource(source, quantization)
-
-
-class Placement(Protocol):
-    """Where weights that have been read (float32, in fresh memory) are kept, and how they are multiplied with."""
-
-    def keep(self, tensor: torch.Tensor) -> torch.Tensor: ...
-
-    def product(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Product:
-        """Weight [N, K]."""
-        ...
-
-    def head(self, weight: torch.Tensor) -> Product:
-        """The output head; weight: perhaps the embedding, which is kept."""
-        ...
-
-
-class InMemory:
-    """For torch on a CPU."""
-
-    def __init__(self) -> None:
-        self._packer = DensePacker()
-
-    def keep(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor
-
-    def product(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
-        return Linear(self._packer.pack(weight), bias)
-
-    def head(self, weight: torch.Tensor) -> Linear:
-        return self.product(weight, None)
 
 
 def load_weights(
@@ -240,10 +211,16 @@ class _Reader:
         self, parts: list[tuple[str, int]], in_features: int, bias: bool, order: torch.Tensor | None = None
     ) -> Product:
         """One projection from several with the same input: their rows, one after the other, or in an order."""
-        weight = self.weight(parts, in_features)
-        weight = weight if order is None else weight[order]
         bias_row = self._fused([(f"{name}.bias", rows) for name, rows in parts], ()) if bias else None
-        return self.placement.product(weight, bias_row)
+        if order is not None:
+            return self.placement.product(self.weight(parts, in_features)[order], bias_row)
+        return self.placement.projection(_Rows(self, parts, in_features), bias_row)
+
+    def stored(self, name: str, shape: tuple[int, int]) -> Codes | torch.Tensor:
+        self._ledger.check(name, shape)
+        stored = self.source.stored(name, 0, shape[0])
+        self._ledger.taken(name)
+        return stored
 
     def _fused(self, parts: list[tuple[str, int]], row_shape: tuple[int, ...]) -> torch.Tensor:
         for name, rows in parts:
@@ -255,6 +232,19 @@ class _Reader:
             self._ledger.taken(name)
             first += rows
         return out
+
+
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    reader: _Reader
+    parts: list[tuple[str, int]]  # names, numbers of rows
+    in_features: int
+
+    def floats(self) -> torch.Tensor:
+        return self.reader.weight(self.parts, self.in_features)
+
+    def stored(self) -> list[Codes | torch.Tensor]:
+        return [self.reader.stored(f"{name}.weight", (rows, self.in_features)) for name, rows in self.parts]
 
 
 def _num_elements(shape: tuple[int, ...]) -> int:

@@ -1,26 +1,33 @@
-"""Weights on a GPU: matrices as products take them, vectors in float32. Copied tensor by tensor."""
+"""Weights on a GPU: matrices as products take them, vectors in float32. Copied matrix by matrix, codes as codes."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
-from kernels.matmul import DeviceWeight, matmul, prepare
+from kernels.matmul import DeviceWeight, join, matmul, prepare
+from services.gpu_worker.weights.placement import Rows
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceLinear:
-    weight: DeviceWeight
-    bias: torch.Tensor | None
+    """Weights of one format, or of several with their rows one after the other."""
+
+    parts: tuple[DeviceWeight, ...]
+    bias: torch.Tensor | None = None
     to: torch.dtype | None = None  # of y; x's if None
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return matmul(x, self.weight, self.bias, self.to)
+        if len(self.parts) == 1:
+            return matmul(x, self.parts[0], self.bias, self.to)
+        y = torch.cat([matmul(x, part, None, torch.float32) for part in self.parts], 1)
+        return (y if self.bias is None else y + self.bias).to(self.to or x.dtype)
 
 
 class OnDevice:
-    """A `loader.Placement`, for products with rows of this type."""
+    """A `Placement`, for products with rows of this type."""
 
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
         self._device = device
@@ -31,12 +38,24 @@ class OnDevice:
             return tensor.to(self._device)
         return tensor.to(self._dtype).to(self._device)  # converted first: then no more is copied than is kept
 
+    def projection(self, rows: Rows, bias: torch.Tensor | None) -> DeviceLinear:
+        parts = _joined([prepare(part, self._dtype, self._device) for part in rows.stored()])
+        return DeviceLinear(parts, None if bias is None else bias.to(self._device))
+
     def product(self, weight: torch.Tensor, bias: torch.Tensor | None) -> DeviceLinear:
-        return DeviceLinear(self._weight(weight), None if bias is None else bias.to(self._device))
+        return DeviceLinear((self._weight(weight),), None if bias is None else bias.to(self._device))
 
     def head(self, weight: torch.Tensor) -> DeviceLinear:
         """Logits are float32, not rounded to the type of rows."""
-        return DeviceLinear(self._weight(weight), None, torch.float32)
+        return DeviceLinear((self._weight(weight),), to=torch.float32)
 
     def _weight(self, weight: torch.Tensor) -> DeviceWeight:
         return prepare(weight.to(self._dtype), self._dtype, self._device)
+
+
+def _joined(parts: Sequence[DeviceWeight]) -> tuple[DeviceWeight, ...]:
+    """As one where their formats agree."""
+    try:
+        return (join(parts),)
+    except ValueError:
+        return tuple(parts)

@@ -1,0 +1,58 @@
+"""Where a loader puts weights and how they are multiplied with; here on a CPU with torch, see also `on_device`."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+from kernels.matmul_dense import DensePacker
+from kernels.packed_weight import Codes
+from services.gpu_worker.model.layers import Linear, Product
+
+
+class Rows(Protocol):
+    """Matrices with the same input, whose rows follow each other: to be read once, one way or the other."""
+
+    def floats(self) -> torch.Tensor:
+        """float32 [N, K], in fresh memory."""
+        ...
+
+    def stored(self) -> list[Codes | torch.Tensor]:
+        """Each as the file has it, see `WeightSource.stored`."""
+        ...
+
+
+class Placement(Protocol):
+    """Where weights are kept, and how they are multiplied with. Tensors have been read as float32, to fresh memory."""
+
+    def keep(self, tensor: torch.Tensor) -> torch.Tensor: ...
+
+    def projection(self, rows: Rows, bias: torch.Tensor | None) -> Product: ...
+
+    def product(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Product:
+        """Weight [N, K]."""
+        ...
+
+    def head(self, weight: torch.Tensor) -> Product:
+        """The output head; weight: perhaps the embedding, which is kept."""
+        ...
+
+
+class InMemory:
+    """For torch on a CPU."""
+
+    def __init__(self) -> None:
+        self._packer = DensePacker()
+
+    def keep(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor
+
+    def projection(self, rows: Rows, bias: torch.Tensor | None) -> Linear:
+        return self.product(rows.floats(), bias)
+
+    def product(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
+        return Linear(self._packer.pack(weight), bias)
+
+    def head(self, weight: torch.Tensor) -> Linear:
+        return self.product(weight, None)
