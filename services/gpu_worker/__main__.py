@@ -159,9 +159,7 @@ def _model(common: CommonSettings, own: WorkerSettings) -> tuple[Engine, Validat
     from services.gpu_worker.gpu_engine import StepLimits  # as above
     from services.gpu_worker.sampler import validate  # as above
 
-    if own.device == "cuda" and own.engine != "auto":
-        raise SettingsError(f"engine: {own.engine} computes on a CPU, and device is cuda")
-    device = choose_device(own.device if own.engine == "auto" else "cpu")
+    device = choose_device(own.device, own.engine)
     source = model_source.resolve(common.model, common.cache_dir)
     with tqdm(desc=f"Loading {source.name}", unit_scale=True, disable=None) as bar:
 

@@ -15,12 +15,15 @@ log = logging.getLogger(__name__)
 OLDEST = (8, 0)  # compute capability that kernels are made for
 
 
-def choose_device(asked: str) -> torch.device | None:
-    """Where the GPU engine computes; None for a CPU's engines. asked: "cpu", "cuda", or "auto": a GPU if there is one.
+def choose_device(asked: str, engine: str = "auto") -> torch.device | None:
+    """Where the GPU engine computes; None for a CPU's engines, of which engine may ask for one by name.
 
-    SettingsError says what is missing. Where Triton interprets kernels, "cuda" is played by the CPU, to be tested.
+    asked: "cpu", "cuda", or "auto": a GPU if there is one. SettingsError says what is missing. Where Triton interprets
+    kernels, "cuda" is played by the CPU, to be tested.
     """
-    if asked == "cpu":
+    if engine != "auto" and asked == "cuda":
+        raise SettingsError(f"engine: {engine} computes on a CPU, and device is cuda")
+    if engine != "auto" or asked == "cpu":
         return None
     if asked == "cuda" and interpreted():
         log.warning("Triton's kernels are interpreted on the CPU, as TRITON_INTERPRET says: for tests alone")

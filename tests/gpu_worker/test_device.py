@@ -46,6 +46,13 @@ def test_a_card_is_taken_unless_the_cpu_is_asked_for(monkeypatch: pytest.MonkeyP
     assert choose_device("cpu") is None
 
 
+def test_who_asks_for_a_cpus_engine_gets_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    card(monkeypatch)
+    assert choose_device("auto", "native") is None
+    with pytest.raises(SettingsError, match="engine: torch computes on a CPU, and device is cuda"):
+        choose_device("cuda", "torch")
+
+
 @pytest.mark.parametrize(
     ("what", "sentence"),
     [

@@ -16,7 +16,9 @@ from typing import Any
 
 from services.gpu_worker.commands.bench_load import EngineBench, Result, requests
 from services.gpu_worker.composer import Budget
+from services.gpu_worker.device import choose_device
 from services.gpu_worker.engines import load_engine
+from services.gpu_worker.gpu_engine import StepLimits
 from services.gpu_worker.probe import measure_rows
 from services.gpu_worker.speculative.speculator import Speculator
 from shared import model_source, settings, speculative_config
@@ -66,11 +68,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parse(argv)
     own, common = settings.load(WorkerSettings), settings.load(CommonSettings)
     threads = args.threads or own.threads or num_cores()
+    kind = args.engine or own.engine
+    device = choose_device(own.device, kind)
     source = model_source.resolve(args.model or common.model, common.cache_dir)
     engine = load_engine(
-        args.engine or own.engine, source.path, common.cache_dir,
+        kind, source.path, common.cache_dir,
         kv_cache_bytes=own.kv_cache_bytes or None, block_size=own.block_size,
         kv_cache_dtype=own.kv_cache_dtype, quantization=own.quantization, num_threads=threads,
+        device=device, needs_device=own.device == "cuda",
+        limits=StepLimits(own.max_num_batched_tokens, own.max_num_seqs, own.gpu_memory_utilization),
     )  # fmt: skip
     lengths = [args.max_tokens]
     if args.min_tokens:
@@ -78,7 +84,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         low, high = math.log(args.min_tokens), math.log(args.max_tokens)
         lengths = [round(math.exp(rng.uniform(low, high))) for _ in range(args.num_requests)]
     budget = Budget(own.max_num_batched_tokens, max(args.concurrency, own.max_num_seqs), own.max_num_batched_tokens)
-    overlap = leaves_one_free(threads) if args.overlap is None else args.overlap
+    overlap = device is not None or leaves_one_free(threads) if args.overlap is None else args.overlap
     config = speculative_config.parse(own.speculative_config)
     drafter = Speculator(config, measure_rows(engine)) if config else None
     bench = EngineBench(engine, budget, own.max_step_ms / 1000, overlap=overlap, drafter=drafter)
