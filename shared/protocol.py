@@ -81,6 +81,12 @@ class TextParams(Message):
     include_usage: bool = False
     created: int = 0  # seconds, for display only
     system_fingerprint: str = ""
+    tool_format: str = ""  # how calls of tools are written; empty: none are looked for
+    tool_names: tuple[str, ...] = ()
+    max_calls: int | None = None
+    reasoning_format: str = ""  # how thoughts are; empty: none are told apart
+    reasoning_begun: bool = False  # by the prompt
+    include_reasoning: bool = True
 
 
 class TimeLimits(Message):

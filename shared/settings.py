@@ -134,6 +134,12 @@ class GatewaySettings(Section):
     max_body_bytes: ByteSize = _setting(ByteSize(8 << 20), "largest request body", ge=1024, le=1 << 30)
     max_queued_requests: int = _setting(1024, "waiting sequences beyond which requests get 429", ge=1)
     max_queued_tokens: int = _setting(1 << 20, "waiting prompt tokens beyond which requests get 429", ge=1)
+    tool_call_parser: Literal[
+        "auto", "hermes", "llama3_json", "pythonic", "mistral", "granite", "deepseek_v3", "deepseek_v31", "generic"
+    ] = _setting("auto", "how the model writes calls of tools; known by its chat template when auto")
+    reasoning_parser: Literal["auto", "none", "deepseek_r1", "mistral", "granite"] = _setting(
+        "auto", "how the model writes thoughts; known by its chat template when auto, left in the text when none"
+    )
     max_num_choices: int = _setting(16, "largest n of a request", ge=1, le=128)
     request_timeout_s: float = _setting(600.0, "seconds from admission after which a request is ended", ge=1, le=86400)
     resume_s: float = _setting(

@@ -12,7 +12,7 @@ import logging
 
 from aiohttp import web
 
-from services.gateway import sse
+from services.gateway import sse, tool_formats
 from services.gateway.choice_stream import Delta
 from services.gateway.errors import ApiError, error_body
 from services.gateway.generation import Generation
@@ -53,6 +53,7 @@ def _builder(state: GatewayState, tokenizer: Tokenizer, generation: Generation) 
         text.api, tokenizer, id=f"{kind}-{generation.rid}", model=state.model, created=text.created,
         with_logprobs=sampling.logprobs is not None, include_usage=text.include_usage,
         system_fingerprint=text.system_fingerprint or None,
+        call_id_chars=tool_formats.id_chars(text.tool_format),
     )  # fmt: skip
 
 

@@ -26,6 +26,7 @@ from services.gateway.errors import BadRequest
 MAX_OUTPUT_CHARS = 1 << 24
 MAX_RANGE_STEPS = 1 << 20  # of all ranges in one rendering
 MAX_REPEATED_ITEMS = 1 << 20  # result of multiplying a text or a list
+_END_MARK = "\ue000end of the text to go on with\ue001"  # characters that no language has
 CANNOT_RENDER = "the model's chat template cannot render these messages"
 
 Message = dict[str, Any]
@@ -41,18 +42,25 @@ def render(
     *,
     now: datetime,
     add_generation_prompt: bool = True,
+    continue_final_message: bool = False,
+    tools: Sequence[Mapping[str, Any]] = (),
+    values: Mapping[str, Any] | None = None,
     special_tokens: Mapping[str, str] | None = None,
 ) -> str:
     """The prompt's text. special_tokens are the names a template may use (bos_token, ...); now is for `strftime_now`.
+    values: further variables. continue_final_message: the text ends where the last message's own ends.
 
     What a template cannot show is said in a way that it can: a `developer` is a system message, and tool calls are
-    JSON at the end of the assistant's text; nothing is dropped.
+    JSON at the end of the assistant's text, tools are described in a system message; nothing is dropped.
     """
+    if continue_final_message:
+        messages = _with_end_mark(messages)
     variables: dict[str, Any] = {
         **(special_tokens or {}),
-        "messages": _adapted(source, messages),
+        **(values or {}),
+        "messages": _adapted(source, messages, tools),
         "add_generation_prompt": add_generation_prompt,
-        "tools": None,
+        "tools": list(tools) or None,
         "documents": None,
         "range": _bounded_range(),
         "strftime_now": now.strftime,
@@ -69,7 +77,8 @@ def render(
         raise
     except Exception as e:  # a template can raise whatever an expression can
         raise ChatTemplateError(CANNOT_RENDER, param="messages") from e
-    return "".join(pieces)
+    text = "".join(pieces)
+    return _cut_at_end_mark(text) if continue_final_message else text
 
 
 def check(source: str) -> None:
@@ -80,7 +89,22 @@ def check(source: str) -> None:
         raise ChatTemplateError(f"the chat template does not compile: {e.message}") from e
 
 
-def _adapted(source: str, messages: Sequence[Message]) -> list[Message]:
+def _with_end_mark(messages: Sequence[Message]) -> list[Message]:
+    """As transformers the last message's text is taken without spaces at its end."""
+    last = messages[-1]
+    return [*messages[:-1], last | {"content": last["content"].rstrip() + _END_MARK}]
+
+
+def _cut_at_end_mark(text: str) -> str:
+    before, mark, _ = text.rpartition(_END_MARK)
+    if not mark:
+        raise ChatTemplateError("the model's chat template does not show the last message as it is", param="messages")
+    return before
+
+
+def _adapted(source: str, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> list[Message]:
+    if tools and "tools" not in source:
+        messages = _with_description(messages, tools)
     knows_developer, knows_tool_calls = "developer" in source, "tool_calls" in source
     adapted = []
     for message in messages:
@@ -92,6 +116,19 @@ def _adapted(source: str, messages: Sequence[Message]) -> list[Message]:
             message = message | {"content": "\n".join([*content, _to_json({"tool_calls": calls})])}
         adapted.append(message)
     return adapted
+
+
+def _with_description(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> list[Message]:
+    """What a template that knows no tools can show of them; calls have the form of `tool_formats`' generic row."""
+    functions = "\n".join(_to_json(tool["function"]) for tool in tools)
+    text = (
+        f"You can call these functions:\n{functions}\nTo call some, answer with nothing but "
+        '{"tool_calls": [{"name": "the function\'s name", "arguments": {}}]}'
+    )
+    first = messages[0]
+    if first["role"] in ("system", "developer"):
+        return [first | {"content": f"{first['content']}\n\n{text}"}, *messages[1:]]
+    return [{"role": "system", "content": text}, *messages]
 
 
 class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):

@@ -11,8 +11,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from services.gateway import answer_parts
+from services.gateway.answer_parts import AnswerParts
 from services.gateway.prediction import PredictionMatch
 from services.gateway.tokenization import Tokenizer
+from services.gateway.tool_parser import CallPart
 from services.gateway.visible_text import VisibleText
 from shared.protocol import SamplingParams, TextParams, TokenChunk
 
@@ -37,12 +40,16 @@ class TokenLogprob:
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """What is new for the client after `position` tokens. The one with a finish_reason is the choice's last."""
+    """What is new for the client after `position` tokens. The one with a finish_reason is the choice's last.
+
+    text: completions' text, a chat's content; reasoning and calls: what else was found in a chat's answer."""
 
     text: str
     position: int
     logprobs: tuple[TokenLogprob, ...] = ()
     finish_reason: str | None = None
+    reasoning: str = ""
+    calls: tuple[CallPart, ...] = ()
 
 
 class ChoiceStream:
@@ -78,7 +85,9 @@ class ChoiceStream:
             stops=text.stop,
             include_stop=text.include_stop_str_in_output,
             skip_special_tokens=text.skip_special_tokens,
+            marks=answer_parts.marks(text),
         )
+        self._parts = AnswerParts(text)
         self._echo = tokenizer.echo_text(list(prompt_ids)) if text.echo else ""
         self._logprobs: list[TokenLogprob] = []
 
@@ -142,10 +151,11 @@ class ChoiceStream:
         if self._client_has_it(ended_without_token):
             self._drop()
             return []
-        text = self._visible.take()
-        if not (text or self._logprobs or self.finish_reason):
+        parts = self._parts.push(self._visible.take(), last=self.finish_reason is not None)
+        if not (parts.content or parts.reasoning or parts.calls or self._logprobs or self.finish_reason):
             return []
-        return [Delta(text, self.num_tokens, self._pop_logprobs(), self.finish_reason)]
+        shown = "tool_calls" if self.finish_reason == "stop" and self._parts.has_calls else self.finish_reason
+        return [Delta(parts.content, self.num_tokens, self._pop_logprobs(), shown, parts.reasoning, parts.calls)]
 
     def _client_has_it(self, ended_without_token: bool) -> bool:
         """An end after the token of the client's last event is news to it, unless that event was the end."""
@@ -157,7 +167,7 @@ class ChoiceStream:
 
     def _drop(self) -> None:
         """The client has everything up to here."""
-        self._visible.take()
+        self._parts.push(self._visible.take())
         self._logprobs.clear()
 
     def _pop_logprobs(self) -> tuple[TokenLogprob, ...]:

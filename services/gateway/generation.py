@@ -87,6 +87,7 @@ class Generation:
         self._num_running = 0
         self._expired: Outcome | None = None
         self._silent = False
+        self._num_told = 0
         self._started = started
         self._last_at = [0.0] * num_choices
         self._failures: list[ApiError] = []
@@ -199,6 +200,7 @@ class Generation:
             deltas: list[tuple[int, Delta]] = []
             for first, request in self._requests:
                 deltas += await self._take(first, request)
+            self._num_told += len(deltas)
             if deltas or self._silent:
                 self._silent = False
                 return deltas
@@ -291,9 +293,8 @@ class Generation:
         self._wake.set()
 
     def _tick(self, num_seen: int) -> None:
-        """Costs nothing a token: only looks, every so often, whether there were any."""
-        num_tokens = sum(choice.num_tokens for choice in self.choices)
-        if num_tokens == num_seen:
+        """Costs nothing a token: only looks, every so often, whether the client was told of any."""
+        if self._num_told == num_seen:
             self._silent = True
             self._wake.set()
-        self._ticks = asyncio.get_running_loop().call_later(TICK_S, self._tick, num_tokens)
+        self._ticks = asyncio.get_running_loop().call_later(TICK_S, self._tick, self._num_told)

@@ -13,6 +13,7 @@ from services.gateway.tokenization import Tokenizer
 from shared.protocol import MAX_GRAMMAR_CHARS
 
 MAX_REMEMBERED_CHARS = 1 << 22
+MAX_CPU_S = 0.25  # a worker compiles it too, while its next plan changes wait
 TOO_COMPLEX = "is too complex: it takes too long to compile"
 
 
@@ -24,6 +25,7 @@ class GrammarPool:
         self._pool = ChildPool(
             "services.gateway.grammar_process", {"size": tokenizer.vocab_size, "special": special},
             what="grammars", max_answer_chars=2 * MAX_GRAMMAR_CHARS, error=BadRequest,
+            max_cpu_s=MAX_CPU_S,
             failed=TOO_COMPLEX, too_slow=TOO_COMPLEX, too_long=TOO_COMPLEX,
         )  # fmt: skip
         self._known: OrderedDict[Wanted, str] = OrderedDict()

@@ -62,6 +62,9 @@ def open_(first: Frame) -> tuple[Frame, Answer]:
         mask = matcher.compute_bitmask()
         if not (matcher.is_accepting() or _any_before(mask, tokenizer.vocab_size - 1)):
             return {"error": "allows nothing, or has no end"}
+        first = next((i for i in range(tokenizer.vocab_size - 1) if mask[i // 8] >> i % 8 & 1), None)
+        if first is not None and not (matcher.try_consume_tokens([first]) and matcher.rollback(1)):
+            return {"error": "must not have max_tokens or stop"}  # nothing behind those can be taken back
         return {"grammar": lark}
 
     return {}, check

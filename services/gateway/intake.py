@@ -11,12 +11,15 @@ import json
 import secrets
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from datetime import UTC, datetime
 from typing import TypeVar
 
-from services.gateway import json_reader, preparation, structured
+from services.gateway import json_reader, preparation
+from services.gateway.dialect import Dialect, dialect_of
 from services.gateway.errors import model_not_found
 from services.gateway.fleet import Fleet
+from services.gateway.forms import form_of, template_options
 from services.gateway.grammar_pool import GrammarPool
 from services.gateway.openai_schema import (
     ChatCompletionRequest,
@@ -29,7 +32,6 @@ from services.gateway.preparation import PreparedPrompt
 from services.gateway.request_parsing import parse
 from services.gateway.template_pool import TemplatePool, encode_call, text_of
 from services.gateway.tokenization import Tokenizer
-from shared.protocol import Constraint
 
 INLINE_BODY_BYTES = 4096  # of a body that takes about a millisecond; longer ones are read in a thread
 NUM_THREADS = 2
@@ -40,8 +42,11 @@ G = TypeVar("G", bound=ChatCompletionRequest | CompletionRequest)
 
 
 class Intake:
-    def __init__(self, tokenizer: Tokenizer, model: str, fleet: Fleet, max_choices: int) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, model: str, fleet: Fleet, max_choices: int, dialect: Dialect | None = None
+    ) -> None:
         self.tokenizer = tokenizer
+        self._dialect = dialect or dialect_of(tokenizer)
         self._model = model
         self._fleet = fleet
         self._max_choices = max_choices
@@ -63,17 +68,16 @@ class Intake:
         """The checked request and its prompts. A wrong request is refused as such also when no worker is alive."""
 
         request, call = await self._run(body, lambda: self._read(cls, body))
-        wanted = await self._run(body, lambda: structured.wanted(request))
-        constraint = None
-        if wanted is not None:
-            constraint = Constraint(grammar=await self._grammars.compiled(wanted), json_text=wanted.is_json)
+        form = await self._run(body, lambda: form_of(request, self._dialect))
+        if form.wanted is not None:
+            form = replace(form, grammar=await self._grammars.compiled(form.wanted))
         answer = await self._templates.render(call) if call else b""
 
         def prepare() -> list[PreparedPrompt]:
             return preparation.build_specs(
                 request, self.tokenizer, self._fleet.limits(self._max_choices), draw_seed=lambda: secrets.randbits(64),
                 now=datetime.now(UTC), fingerprint=self._fleet.fingerprint(),
-                chat_text=text_of(answer) if answer else "", constraint=constraint,
+                chat_text=text_of(answer) if answer else "", form=form,
             )  # fmt: skip
 
         return request, await self._run(body, prepare)
@@ -110,8 +114,8 @@ class Intake:
         messages = preparation.conversation(request, self.tokenizer)
         if messages is None:
             return request, b""
-        with_prompt = not isinstance(request, TokenizeRequest) or request.add_generation_prompt
-        return request, encode_call(messages, datetime.now(UTC), add_generation_prompt=with_prompt)
+        assert isinstance(request, ChatCompletionRequest | TokenizeRequest)
+        return request, encode_call(messages, datetime.now(UTC), **template_options(request, self._dialect))
 
     def _parse(self, cls: type[R], body: bytes) -> R:
         request = parse(cls, json_reader.loads(body))

@@ -8,12 +8,13 @@ model (ids, lengths, messages) is checked in `preparation.py`.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, GetJsonSchemaHandler, WithJsonSchema
 from pydantic.config import JsonDict
 
 from services.gateway.chat_messages import MESSAGE_SCHEMA
+from services.gateway.openai_parts import ResponseFormat, StructuredOutputs, Switch, ToolChoice, Tools, or_empty
 from services.gateway.prediction import Prediction
 from shared.protocol import MAX_CHOICES
 
@@ -25,8 +26,6 @@ MAX_MESSAGES = 4096
 MAX_LOGPROBS = 20
 MAX_TOKENS = 1 << 24
 MAX_TIMEOUT_S = 86400
-MAX_GRAMMAR_CHARS = 1 << 16
-MAX_ALTERNATIVES = 4096
 
 
 def _integral(value: Any) -> Any:
@@ -41,22 +40,15 @@ def _as_total(value: Any) -> Any:
     return {"total": value} if isinstance(value, int | float) and not isinstance(value, bool) else value
 
 
-def _or_empty(empty: Any, input_type: Any) -> BeforeValidator:
-    """Null is this value. input_type: what may be written, for the documentation."""
-    return BeforeValidator(lambda value: empty if value is None else value, json_schema_input_type=input_type | None)
-
-
 Int = Annotated[int, BeforeValidator(_integral)]
 StopText = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
 StopTexts = Annotated[list[StopText], Field(max_length=MAX_STOPS)]
-Stops = Annotated[StopTexts, BeforeValidator(_as_list), _or_empty([], StopText | StopTexts)]
+Stops = Annotated[StopTexts, BeforeValidator(_as_list), or_empty([], StopText | StopTexts)]
 TokenId = Annotated[Int, Field(ge=0, lt=1 << 32)]
 TokenIds = Annotated[list[TokenId], Field(max_length=MAX_STOP_IDS)]
 Bias = Annotated[float, Field(ge=-100, le=100)]
-Switch = Annotated[bool, _or_empty(False, bool)]
-SwitchedOn = Annotated[bool, _or_empty(True, bool)]
-ChoiceText = Annotated[str, Field(min_length=1, max_length=4096)]
-JsonSchema = Annotated[Any, WithJsonSchema({"type": ["object", "boolean", "null"]})]
+SwitchedOn = Annotated[bool, or_empty(True, bool)]
+TemplateValues = Annotated[dict[str, Any], Field(max_length=16)]
 Seconds = Annotated[float, Field(gt=0, le=MAX_TIMEOUT_S)]
 Label = Annotated[str, Field(max_length=1024)]
 Message = Annotated[dict[str, Any], WithJsonSchema(MESSAGE_SCHEMA)]
@@ -119,43 +111,6 @@ class StreamOptions(BaseModel):
     continuous_usage_stats: Switch = False
 
 
-class Nested(BaseModel):
-    """Of what a field holds; what is not known is refused, since it would change what is asked for."""
-
-    model_config = ConfigDict(strict=True, extra="forbid", frozen=True, allow_inf_nan=False)
-
-
-class JsonSchemaFormat(Nested):
-    """strict is always meant: an answer that ends by itself is valid."""
-
-    name: Annotated[str, Field(min_length=1, max_length=256)]
-    description: str | None = None
-    schema_: JsonSchema | None = Field(default=None, alias="schema")
-    strict: bool | None = None
-
-
-class ResponseFormat(Nested):
-    type: Literal["text", "json_object", "json_schema"]
-    json_schema: JsonSchemaFormat | None = None
-
-
-class StructuredOutputs(Nested):
-    """vLLM's: exactly one of the first five. grammar: Lark as llguidance has it, or llama.cpp's GBNF."""
-
-    json_: Annotated[Any, WithJsonSchema({"anyOf": [{"type": ["object", "boolean", "string", "null"]}]})] = Field(
-        default=None, alias="json"
-    )
-    regex: Annotated[str, Field(min_length=1, max_length=MAX_GRAMMAR_CHARS)] | None = None
-    choice: Annotated[list[ChoiceText], Field(min_length=1, max_length=MAX_ALTERNATIVES)] | None = None
-    grammar: Annotated[str, Field(min_length=1, max_length=MAX_GRAMMAR_CHARS)] | None = None
-    json_object: bool | None = None
-    disable_any_whitespace: Switch = False
-
-    def given(self, name: str) -> bool:
-        value = self.json_ if name == "json" else getattr(self, name)
-        return value is not None and (name != "json_object" or bool(value))
-
-
 class Speculative(BaseModel):
     """How much is guessed ahead; a request can only lower what the server does."""
 
@@ -189,7 +144,6 @@ class GenerationRequest(Request):
         "kv_transfer_params": (),
         "vllm_xargs": (),
         "priority": (0,),
-        "thinking_token_budget": (),
     }
     n: Annotated[Int, Field(ge=1, le=MAX_CHOICES)] | None = None
     max_tokens: Annotated[Int, Field(ge=0, le=MAX_TOKENS)] | None = None
@@ -200,14 +154,14 @@ class GenerationRequest(Request):
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     seed: Annotated[Int, Field(ge=-(1 << 63), lt=1 << 63)] | None = None
     stop: Stops = []
-    stop_token_ids: Annotated[TokenIds, _or_empty([], TokenIds)] = []
+    stop_token_ids: Annotated[TokenIds, or_empty([], TokenIds)] = []
     include_stop_str_in_output: Switch = False
     ignore_eos: Switch = False
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
     logit_bias: Annotated[
-        dict[str, Bias], Field(max_length=MAX_BIASES), _or_empty({}, dict), WithJsonSchema(_BIASES)
+        dict[str, Bias], Field(max_length=MAX_BIASES), or_empty({}, dict), WithJsonSchema(_BIASES)
     ] = {}
     skip_special_tokens: SwitchedOn = True
     stream: Switch = False
@@ -225,19 +179,13 @@ class GenerationRequest(Request):
 class ChatCompletionRequest(GenerationRequest):
     UNSUPPORTED: ClassVar[dict[str, tuple[Any, ...]]] = {
         **GenerationRequest.UNSUPPORTED,
-        "tools": ([],),
-        "tool_choice": ("none",),
         "functions": ([],),
         "function_call": ("none",),
         "modalities": (["text"],),
         "audio": (),
         "web_search_options": (),
-        "reasoning_effort": ("none",),
         "chat_template": (),
-        "chat_template_kwargs": ({},),
         "documents": ([],),
-        "add_generation_prompt": (True,),
-        "continue_final_message": (False,),
         "add_special_tokens": (False,),
         "mm_processor_kwargs": (),
         "echo": (False,),
@@ -248,12 +196,22 @@ class ChatCompletionRequest(GenerationRequest):
     logprobs: Switch = False
     top_logprobs: Annotated[Int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     prediction: Prediction | None = None
+    tools: Tools = []
+    tool_choice: ToolChoice = None
+    parallel_tool_calls: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: Switch = False
+    chat_template_kwargs: TemplateValues | None = None
+    reasoning_effort: Annotated[str, Field(min_length=1, max_length=16)] | None = None
+    include_reasoning: SwitchedOn = True
+    thinking_token_budget: Annotated[Int, Field(ge=0, le=MAX_TOKENS)] | None = None
 
 
 class CompletionRequest(GenerationRequest):
     UNSUPPORTED: ClassVar[dict[str, tuple[Any, ...]]] = {
         **GenerationRequest.UNSUPPORTED,
         "suffix": ("",),
+        "thinking_token_budget": (),
         "prompt_embeds": (),
         "add_special_tokens": (True,),
     }
@@ -267,17 +225,17 @@ class TokenizeRequest(Request):
     """vLLM's: a prompt, or messages. add_special_tokens is true for a prompt and false for messages by default."""
 
     UNSUPPORTED: ClassVar[dict[str, tuple[Any, ...]]] = {
-        "tools": ([],),
         "chat_template": (),
-        "chat_template_kwargs": ({},),
-        "continue_final_message": (False,),
         "mm_processor_kwargs": (),
     }
     model_config = ConfigDict(json_schema_extra={"oneOf": [_only("prompt", "messages"), _only("messages", "prompt")]})
     prompt: str | None = None
     messages: Messages | None = None
     add_special_tokens: bool | None = None
-    add_generation_prompt: SwitchedOn = True
+    add_generation_prompt: bool | None = None
+    continue_final_message: Switch = False
+    tools: Tools = []
+    chat_template_kwargs: TemplateValues | None = None
     return_token_strs: Switch = False
 
 

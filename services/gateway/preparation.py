@@ -15,6 +15,7 @@ from typing import Any
 from services.gateway.chat_messages import parse_messages
 from services.gateway.chat_template import Message
 from services.gateway.errors import BadRequest
+from services.gateway.forms import Form
 from services.gateway.json_reader import shown
 from services.gateway.openai_schema import (
     ChatCompletionRequest,
@@ -72,13 +73,14 @@ def build_specs(
     now: datetime,
     fingerprint: str | None = None,
     chat_text: str = "",
-    constraint: Constraint | None = None,
+    form: Form | None = None,
 ) -> list[PreparedPrompt]:
     """One entry a prompt, in order; choice c of entry i has index i * num_choices + c in the response.
 
     draw_seed gives 64 random bits for each prompt of a request without a seed. chat_text: the messages of a chat, as
-    the model's template renders them. constraint: what the answer must be.
+    the model's template renders them. form: what the answer is to be, its grammar compiled.
     """
+    form = form or Form()
     num_choices = request.n or 1
     _check_together(request, limits)
     if isinstance(request, ChatCompletionRequest):
@@ -88,9 +90,10 @@ def build_specs(
     if len(prompts) * num_choices > limits.max_choices:
         field = "n" if num_choices > 1 else "prompt"
         raise BadRequest(f"{field} asks for more than {limits.max_choices} choices in one request", param=field)
-    text = _text_params(request, now, fingerprint or "")
     prediction = request.prediction if isinstance(request, ChatCompletionRequest) else None
     predicted = predicted_ids(prediction, tokenizer, limits.max_tokens)
+    text = form.text_params(_text_params(request, now, fingerprint or ""), chat_text)
+    constraint = form.constraint(tokenizer, chat_text)
     return [
         PreparedPrompt(
             ids, _sampling(request, ids, tokenizer, limits, draw_seed, param, constraint), text, num_choices, predicted
@@ -105,6 +108,10 @@ def conversation(request: Request, tokenizer: Tokenizer) -> list[Message] | None
         raise BadRequest("give either prompt or messages", param="prompt")
     if not isinstance(request, ChatCompletionRequest | TokenizeRequest) or request.messages is None:
         return None
+    if request.continue_final_message and request.add_generation_prompt:
+        raise BadRequest(
+            "continue_final_message together with add_generation_prompt is not possible", param="continue_final_message"
+        )
     if tokenizer.chat_template is None:
         raise BadRequest("the model has no chat template; use /v1/completions", param="messages")
     return parse_messages(request.messages)

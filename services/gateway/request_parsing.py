@@ -37,6 +37,7 @@ _REASONS = {
     "too_short": "must have at least {min_length} entry",
     "string_too_long": "must have at most {max_length} characters",
     "string_too_short": "must not be empty",
+    "string_pattern_mismatch": "has characters that are not allowed, or is too long",
     "literal_error": "must be {expected}",
     "extra_forbidden": "is not supported",
 }

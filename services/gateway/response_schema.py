@@ -56,6 +56,7 @@ class Answer(Shape):
 
 
 FinishReason = Literal["stop", "length"]
+ChatFinishReason = Literal["stop", "length", "tool_calls"]
 
 
 class TopLogprob(Shape):
@@ -72,16 +73,32 @@ class ChatLogprobs(Shape):
     content: list[ChatLogprob]
 
 
+class CalledFunction(Shape):
+    name: str
+    arguments: str
+
+
+class ToolCall(Shape):
+    id: str
+    type: Literal["function"]
+    function: CalledFunction
+
+
 class AssistantMessage(Shape):
+    """content is null where there is nothing but calls; the two names of reasoning hold the same."""
+
     role: Literal["assistant"]
-    content: str
+    content: str | None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    tool_calls: list[ToolCall] | None = None
 
 
 class ChatChoice(Shape):
     index: int
     message: AssistantMessage
     logprobs: ChatLogprobs | None
-    finish_reason: FinishReason
+    finish_reason: ChatFinishReason
 
 
 class ChatCompletion(Answer):
@@ -90,16 +107,33 @@ class ChatCompletion(Answer):
     usage: Usage
 
 
+class FunctionDelta(Shape):
+    name: str | None = None
+    arguments: str
+
+
+class ToolCallDelta(Shape):
+    """id, type and name come once, before the arguments."""
+
+    index: int
+    id: str | None = None
+    type: Literal["function"] | None = None
+    function: FunctionDelta
+
+
 class ChatDelta(Shape):
     role: Literal["assistant"] | None = None
     content: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    tool_calls: list[ToolCallDelta] | None = None
 
 
 class ChatChunkChoice(Shape):
     index: int
     delta: ChatDelta
     logprobs: ChatLogprobs | None
-    finish_reason: FinishReason | None
+    finish_reason: ChatFinishReason | None
 
 
 class ChatCompletionChunk(Answer):

@@ -7,12 +7,15 @@ reason; then, if asked for, one chunk with usage and no choices. Knows nothing o
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from hashlib import sha256
 from typing import Any, Literal
 
 from services.gateway.choice_stream import Delta, TokenLogprob
 from services.gateway.sse import dump
 from services.gateway.tokenization import Tokenizer
+from services.gateway.tool_formats import ID_CHARS
+from services.gateway.tool_parser import CallPart
 
 LOGPROB_FLOOR = -9999.0  # JSON has no infinity; vLLM's and OpenAI's value for "impossible"
 
@@ -46,12 +49,19 @@ class ChoiceResult:
 
     builder: ResponseBuilder
     texts: list[str] = field(default_factory=list)
+    reasoning: list[str] = field(default_factory=list)
+    calls: dict[int, CallPart] = field(default_factory=dict)
     logprobs: list[bytes] = field(default_factory=list)
     finish_reason: str | None = None
 
     def add(self, deltas: Iterable[Delta]) -> None:
         for delta in deltas:
             self.texts.append(delta.text)
+            self.reasoning.append(delta.reasoning)
+            for part in delta.calls:
+                old = self.calls.get(part.index, part)
+                more = part.arguments if old is not part else ""
+                self.calls[part.index] = replace(old, arguments=old.arguments + more)
             self.logprobs += self.builder.written(delta.logprobs)
             self.finish_reason = delta.finish_reason
 
@@ -70,10 +80,12 @@ class ResponseBuilder:
         with_logprobs: bool = False,
         include_usage: bool = False,
         system_fingerprint: str | None = None,
+        call_id_chars: int = ID_CHARS,
     ) -> None:
         self._chat = api == "chat"
         self._tokenizer = tokenizer
         self._with_logprobs = with_logprobs
+        self._call_id_chars = call_id_chars
         self._whole: Json = {
             "id": id,
             "object": "chat.completion" if self._chat else "text_completion",
@@ -94,11 +106,29 @@ class ResponseBuilder:
     def chunk(self, index: int, delta: Delta) -> Json:
         content: Json
         if self._chat:
-            content = {"delta": {"content": delta.text} if delta.text else {}}
+            content = {"delta": self._chat_delta(index, delta)}
         else:
             content = {"text": delta.text}
         logprobs = self._logprobs(delta.logprobs) if delta.logprobs else None
         return self._with_choice(index, content, logprobs, delta.finish_reason)
+
+    def _chat_delta(self, index: int, delta: Delta) -> Json:
+        parts: Json = {"content": delta.text} if delta.text else {}
+        if delta.reasoning:
+            parts |= _reasoning(delta.reasoning)
+        if delta.calls:
+            parts["tool_calls"] = [self._call(index, part, with_index=True) for part in delta.calls]
+        return parts
+
+    def _call(self, index: int, part: CallPart, *, with_index: bool) -> Json:
+        """A call, or what is new of it. Its id follows from the answer's, so that any gateway gives the same."""
+        function = {"arguments": part.arguments}
+        if not part.name:
+            return {"index": part.index, "function": function}
+        digest = sha256(f"{self._whole['id']}:{index}:{part.index}".encode()).hexdigest()[: self._call_id_chars]
+        id = digest if self._call_id_chars < ID_CHARS else f"call_{digest}"
+        call = {"id": id, "type": "function", "function": {"name": part.name} | function}
+        return {"index": part.index} | call if with_index else call
 
     def usage_chunk(self, usage: Json) -> Json:
         return {**self._chunk, "choices": [], "usage": usage}
@@ -123,9 +153,17 @@ class ResponseBuilder:
 
     def _choice(self, index: int, result: ChoiceResult) -> bytes:
         text = "".join(result.texts)
-        content: Json = {"message": {"role": "assistant", "content": text}} if self._chat else {"text": text}
+        content: Json = {"message": self._message(index, text, result)} if self._chat else {"text": text}
         head, finish = _fields({"index": index, **content}), dump(result.finish_reason)
         return head + b',"logprobs":' + self._written_whole(result.logprobs) + b',"finish_reason":' + finish + b"}"
+
+    def _message(self, index: int, text: str, result: ChoiceResult) -> Json:
+        message: Json = {"role": "assistant", "content": text or (None if result.calls else "")}
+        if thoughts := "".join(result.reasoning):
+            message |= _reasoning(thoughts)
+        if result.calls:
+            message["tool_calls"] = [self._call(index, part, with_index=False) for part in result.calls.values()]
+        return message
 
     def _written_whole(self, logprobs: list[bytes]) -> bytes:
         if not self._with_logprobs:
@@ -165,6 +203,11 @@ class ResponseBuilder:
         for token_id, logprob in (*entry.top, (entry.token_id, entry.logprob)):
             best.setdefault(self._tokenizer.token_text(token_id), _clamped(logprob))
         return best
+
+
+def _reasoning(text: str) -> Json:
+    """Under the name that most clients read, and vLLM's newer one."""
+    return {"reasoning_content": text, "reasoning": text}
 
 
 def _fields(value: Json) -> bytes:

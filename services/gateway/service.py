@@ -19,6 +19,7 @@ from redis.asyncio import Redis
 from services.gateway.app import make_app
 from services.gateway.body import Bodies
 from services.gateway.completions import CompletionRoutes
+from services.gateway.dialect import dialect_of
 from services.gateway.fleet import Fleet
 from services.gateway.http_server import ACCEPTS_AT_ONCE, Guard, Runner, max_connections, widen_backlogs
 from services.gateway.inflight import Inflight
@@ -70,7 +71,8 @@ class GatewayService:
         self.fleet = Fleet(redis, records, self._scripts.prefix)
         self.bodies = Bodies(own.max_body_bytes)
         self.metrics = GatewayMetrics()
-        self.intake = Intake(tokenizer, common.served_name, self.fleet, own.max_num_choices)
+        dialect = dialect_of(tokenizer, own.tool_call_parser, own.reasoning_parser)
+        self.intake = Intake(tokenizer, common.served_name, self.fleet, own.max_num_choices, dialect)
         self.guard = Guard(limits.send_timeout_s, max_connections(limits.max_connections))
         self._secret = b""
         self._drawn_secret = b""

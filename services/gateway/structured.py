@@ -16,7 +16,8 @@ import llguidance
 from services.gateway import json_reader
 from services.gateway.errors import BadRequest
 from services.gateway.json_reader import shown
-from services.gateway.openai_schema import GenerationRequest, ResponseFormat, StructuredOutputs
+from services.gateway.openai_parts import ResponseFormat, StructuredOutputs
+from services.gateway.openai_schema import GenerationRequest
 
 Schema = dict[str, Any] | bool
 

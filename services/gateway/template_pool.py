@@ -10,6 +10,7 @@ import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from functools import partial
+from typing import Any
 
 from services.gateway.chat_template import CANNOT_RENDER, MAX_OUTPUT_CHARS, ChatTemplateError, Message
 from services.gateway.child_pool import ANSWER_TIMEOUT_S, MAX_CPU_S, ChildPool
@@ -40,10 +41,9 @@ class TemplatePool(ChildPool):
         return await self.ask(call)
 
 
-def encode_call(messages: Sequence[Message], now: datetime, *, add_generation_prompt: bool = True) -> bytes:
-    return encode_frame(
-        {"messages": list(messages), "now": now.isoformat(), "add_generation_prompt": add_generation_prompt}
-    )
+def encode_call(messages: Sequence[Message], now: datetime, **options: Any) -> bytes:
+    """options: of `chat_template.render`, beside its special tokens."""
+    return encode_frame({"messages": list(messages), "now": now.isoformat(), "options": options})
 
 
 def text_of(answer: bytes) -> str:

@@ -19,12 +19,12 @@ def open_(first: Frame) -> tuple[Frame, Answer]:
         return ""
 
     def render(call: Frame) -> Frame:
+        now = datetime.fromisoformat(call["now"])
         return _text(
             lambda: chat_template.render(
-                source, call["messages"], now=datetime.fromisoformat(call["now"]),
-                add_generation_prompt=call["add_generation_prompt"], special_tokens=special_tokens,
+                source, call["messages"], now=now, special_tokens=special_tokens, **call["options"]
             )
-        )  # fmt: skip
+        )
 
     return _text(check), render
 

@@ -117,6 +117,11 @@ class Tokenizer:
         text = self.whole_text(token_id)
         return text if text is not None else "bytes:" + "".join(f"\\x{b:02x}" for b in self.token_bytes(token_id))
 
+    def special_token_id(self, text: str) -> int | None:
+        """The special token with this text."""
+        ids = self.encode(text, add_special_tokens=False)
+        return ids[0] if len(ids) == 1 and ids[0] in self.special_token_ids else None
+
     def stops_with_special_text(self, stops: tuple[str, ...]) -> tuple[str, ...]:
         """Those that contain the whole text of a special token."""
         pattern = self._special_texts

@@ -18,11 +18,15 @@ class VisibleText:
     """num_chars: visible characters so far, held back or not."""
 
     def __init__(
-        self, tokenizer: Tokenizer, *, stops: tuple[str, ...], include_stop: bool, skip_special_tokens: bool
-    ) -> None:
+        self, tokenizer: Tokenizer, *, stops: tuple[str, ...], include_stop: bool, skip_special_tokens: bool,
+        marks: tuple[str, ...] = (),
+    ) -> None:  # fmt: skip
+        """marks: texts of special tokens that are not skipped."""
         self.num_chars = 0
         self._decoder = Detokenizer(tokenizer)
         self._skipped = tokenizer.special_token_ids if skip_special_tokens else frozenset()
+        if self._skipped and marks:
+            self._skipped = self._skipped - {i for mark in marks if (i := tokenizer.special_token_id(mark)) is not None}
         self._include_stop = include_stop
         self._text = ""  # not yet taken
         self._matcher = StopMatcher(stops) if stops else None

@@ -21,7 +21,7 @@ from shared.vocabulary import Vocabulary, scripted_vocabulary
 
 MAX_DIGITS = 32  # in a row, of a number in JSON: more than any has a use for
 MAX_EXPONENT_DIGITS = 2  # beyond 10^308 a number is none for most readers
-CACHED_GRAMMARS = 64
+MAX_BREAKS = 2  # tokens of line breaks
 LIMITS = LLParserLimits(max_lexer_states=30_000, max_grammar_size=200_000, verbose_errors=False)
 
 
@@ -33,17 +33,19 @@ class GrammarError(ValueError):
 
 
 class Grammars:
-    """Compiled grammars of one vocabulary, the latest kept. `begin` may be called from any thread. It takes
-    milliseconds; the first call, which reads the vocabulary, tenths of a second."""
+    """Grammars over one vocabulary. `begin` may be called from any thread. It takes a millisecond for most grammars, up
+    to a second; the first call, which reads the vocabulary, tenths of one.
+
+    Each answer has its grammar compiled anew: copies of a matcher share its lexer's states and their bound, so that an
+    answer would fail by what others had written."""
 
     def __init__(self, load_vocabulary: Callable[[], Vocabulary] = scripted_vocabulary) -> None:
         self._words = lru_cache(maxsize=1)(lambda: _Words(load_vocabulary()))
-        self._compiled = lru_cache(maxsize=CACHED_GRAMMARS)(self._compile)
 
     def begin(self, constraint: Constraint, stop_ids: Iterable[int]) -> AnswerState:
         """At the beginning of an answer; GrammarError. stop_ids: tokens that end it, allowed where it is complete."""
         words = self._words()
-        matcher = self._compiled(constraint.grammar).deep_copy() if constraint.grammar else None
+        matcher = self._compile(constraint.grammar) if constraint.grammar else None
         return AnswerState(constraint, words, matcher, words.set_of(stop_ids))
 
     def _compile(self, grammar: str) -> LLMatcher:
@@ -60,6 +62,7 @@ class _Words:
         self.tokens = vocabulary.tokens
         self.all = (1 << len(self.tokens)) - 1
         self.tokenizer = LLTokenizer(TokenizerWrapper(_Tokens(vocabulary)))  # its end is a token of its own, the last
+        self.breaks = self.set_of(i for i, token in enumerate(self.tokens) if token and not token.strip(b"\n"))
         leading = [len(token) - len(token.lstrip(b"0123456789")) for token in self.tokens]
         self._digits = [
             self.set_of(i for i, n in enumerate(leading) if n >= count) for count in range(max(leading, default=0) + 1)
@@ -100,14 +103,15 @@ class _Tokens:
 class _Place:
     """After some tokens. thinking: `maybe` until it is clear whether the answer begins so, `no` behind it or without.
 
-    num_thoughts: tokens of it, or of what it begins with while that is not whole; tail: their last bytes. num_parsed:
-    tokens that the grammar has taken. The rest says where in JSON text it is: within a string, and after how many
-    digits."""
+    num_thoughts: tokens of it, or of what it begins with while that is not whole; tail: their last bytes. num_breaks:
+    tokens between thoughts and what the grammar has taken, which are num_parsed. The rest says where in JSON text it
+    is: within a string, and after how many digits."""
 
     thinking: Literal["maybe", "yes", "no"] = "no"
     num_thoughts: int = 0
     tail: bytes = b""
     num_parsed: int = 0
+    num_breaks: int = MAX_BREAKS
     in_string: bool = False
     escaped: bool = False
     num_digits: int = 0
@@ -188,8 +192,7 @@ class AnswerState:
         num_parsed = self._places[-1].num_parsed
         del self._places[-num_tokens:], self._ids[-num_tokens:]
         num_parsed -= self._places[-1].num_parsed
-        if self._matcher is not None and num_parsed and not self._matcher.rollback(num_parsed):
-            raise GrammarError("the grammar cannot be taken back")
+        self._unparse(num_parsed)
 
     def fork(self) -> AnswerState:
         """The same place, from where both go on apart."""
@@ -204,14 +207,21 @@ class AnswerState:
         if place.thinking == "maybe":
             if self._matcher is None:
                 return None
-            start = 1 << rules.think_start_ids[place.num_thoughts]
-            return start if place.num_thoughts else start | self._parsable(place)
+            return 1 << rules.think_start_ids[place.num_thoughts] | self._parsable_instead(place)
         if place.thinking == "yes":
             num_over = -1 if rules.think_budget is None else place.num_thoughts - rules.think_budget
             if 0 <= num_over < len(rules.think_end_ids):
                 return 1 << rules.think_end_ids[num_over]
             return None if self._matcher is None else self._words.all & ~self._stops
         return None if self._matcher is None else self._parsable(place)
+
+    def _parsable_instead(self, place: _Place) -> int:
+        """What may come if the beginning of thoughts was that of an answer without."""
+        assert self._matcher is not None
+        num_parsed = self._matcher.try_consume_tokens(list(self._constraint.think_start_ids[: place.num_thoughts]))
+        allowed = self._parsable(_Place()) if num_parsed == place.num_thoughts else 0
+        self._unparse(num_parsed)
+        return allowed
 
     def _parsable(self, place: _Place) -> int:
         assert self._matcher is not None
@@ -220,18 +230,31 @@ class AnswerState:
             raise GrammarError("the grammar is too complex")
         if self._matcher.is_accepting():
             allowed |= self._stops
+        if self._may_break(place):
+            allowed |= self._words.breaks
         if self._constraint.json_text and not place.in_string:
             allowed = allowed & ~self._words.too_many_digits(place.num_digits) or allowed
         if not allowed:
             raise GrammarError("nothing can follow in the grammar")
         return allowed
 
+    def _may_break(self, place: _Place) -> bool:
+        """Models begin their answer some lines below their thoughts."""
+        return bool(self._think_end) and place.num_parsed == 0 and place.num_breaks < MAX_BREAKS
+
     # --- one token ---------------------------------------------------------------------------------------------------
 
     def _begun(self, place: _Place, token_id: int) -> _Place:
         starts = self._constraint.think_start_ids
         if token_id != starts[place.num_thoughts]:
-            return self._parsed(_Place(), token_id)
+            place_instead = _Place()
+            try:
+                for each in (*starts[: place.num_thoughts], token_id):
+                    place_instead = self._parsed(place_instead, each)
+            except GrammarError:
+                self._unparse(place_instead.num_parsed)
+                raise
+            return place_instead
         if place.num_thoughts + 1 == len(starts):
             return _Place("yes")
         return replace(place, num_thoughts=place.num_thoughts + 1)
@@ -239,12 +262,18 @@ class AnswerState:
     def _thought(self, place: _Place, token: bytes) -> _Place:
         tail = place.tail + token
         if self._think_end in tail:
-            return _Place()
+            return _Place(num_breaks=0)
         return _Place("yes", place.num_thoughts + 1, tail[-(len(self._think_end) - 1) :])
+
+    def _unparse(self, num_tokens: int) -> None:
+        if self._matcher is not None and num_tokens and not self._matcher.rollback(num_tokens):
+            raise GrammarError("the grammar cannot be taken back")
 
     def _parsed(self, place: _Place, token_id: int) -> _Place:
         if self._matcher is None or self._stops >> token_id & 1:
             return place
+        if self._may_break(place) and self._words.breaks >> token_id & 1:
+            return replace(place, num_breaks=place.num_breaks + 1)
         if not self._matcher.try_consume_tokens([token_id]):
             raise GrammarError("the answer has left its grammar")
         place = replace(place, num_parsed=place.num_parsed + 1)

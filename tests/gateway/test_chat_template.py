@@ -108,3 +108,36 @@ def test_a_developer_is_a_system_message_where_the_template_knows_none() -> None
     message = {"role": "developer", "content": "x"}
     assert render("{{ messages[0].role }}", message) == "system"
     assert render("{{ messages[0].role }}{# developer #}", message) == "developer"
+
+
+TOOL = {"type": "function", "function": {"name": "f", "description": "é"}}
+
+
+def test_tools_are_for_the_template_or_described_in_a_system_message() -> None:
+    assert (
+        render("{{ tools | tojson }}", tools=[TOOL])
+        == '[{"type": "function", "function": {"name": "f", "description": "é"}}]'
+    )
+    described = render(CHATML, tools=[TOOL], add_generation_prompt=False)
+    assert described.startswith("<|im_start|>system\nYou can call") and '{"name": "f", "description": "é"}' in described
+    assert described.endswith("<|im_start|>user\nhi<|im_end|>\n") and '{"tool_calls": [' in described
+    system, user = {"role": "system", "content": "Be short."}, {"role": "user", "content": "hi"}
+    both = render(CHATML, system, user, tools=[TOOL])
+    assert both.startswith("<|im_start|>system\nBe short.\n\nYou can call") and both.count("system") == 1
+
+
+def test_values_are_variables_and_never_replace_what_is_the_templates_own() -> None:
+    assert render("{{ enable_thinking }} {{ messages | length }}", values={"enable_thinking": False}) == "False 1"
+    assert render("{{ messages | length }}", values={"messages": []}) == "1"
+
+
+def test_the_last_message_is_gone_on_with_where_its_text_ends() -> None:
+    turns = [{"role": "user", "content": "Begin."}, {"role": "assistant", "content": " Once upon a "}]
+    text = render(CHATML, *turns, add_generation_prompt=False, continue_final_message=True)
+    assert text == "<|im_start|>user\nBegin.<|im_end|>\n<|im_start|>assistant\n Once upon a"
+    for content in ("en", "|", ""):
+        turn = {"role": "assistant", "content": content}
+        text = render(CHATML, turns[0], turn, add_generation_prompt=False, continue_final_message=True)
+        assert text.endswith(f"<|im_start|>assistant\n{content}"), "also where the template's own text has such a part"
+    with pytest.raises(ChatTemplateError, match="last message"):
+        render("{{ messages | length }}", turn, continue_final_message=True)

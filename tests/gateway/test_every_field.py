@@ -10,15 +10,18 @@ from unittest.mock import MagicMock
 
 import pytest
 
-from services.gateway import app, byte_tokenizer, chat_template, json_reader, openapi, preparation, structured
+from services.gateway import app, byte_tokenizer, chat_template, json_reader, openapi, preparation
 from services.gateway import openai_schema as ask
+from services.gateway.dialect import dialect_of
 from services.gateway.errors import ApiError, error_body
+from services.gateway.forms import form_of, template_options
 from services.gateway.request_parsing import parse
 from tests.gateway.bad_fields import Case, cases, check_verdict
 
 LIMITS = preparation.Limits(max_model_len=2048, pool_tokens=8192)
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
 TOKENIZER = byte_tokenizer.byte_tokenizer()
+DIALECT = dialect_of(TOKENIZER)
 ROUTES = app.route_table(MagicMock(), MagicMock(), MagicMock())
 
 
@@ -27,8 +30,10 @@ def generate(cls: type[ask.Request]) -> Callable[[Any], Any]:
         request = parse(cls, body)
         assert isinstance(request, ask.ChatCompletionRequest | ask.CompletionRequest)
         text = rendered(request)
-        structured.wanted(request)
-        return preparation.build_specs(request, TOKENIZER, LIMITS, draw_seed=lambda: 1, now=NOW, chat_text=text)
+        form = form_of(request, DIALECT)
+        return preparation.build_specs(
+            request, TOKENIZER, LIMITS, draw_seed=lambda: 1, now=NOW, chat_text=text, form=form
+        )
 
     return prepare
 
@@ -38,7 +43,9 @@ def rendered(request: ask.Request) -> str:
     template = TOKENIZER.chat_template
     if messages is None or template is None:
         return ""
-    return chat_template.render(template, messages, now=NOW, special_tokens=TOKENIZER.template_tokens)
+    assert isinstance(request, ask.ChatCompletionRequest | ask.TokenizeRequest)
+    options = template_options(request, DIALECT)
+    return chat_template.render(template, messages, now=NOW, special_tokens=TOKENIZER.template_tokens, **options)
 
 
 def tokenize(body: Any) -> Any:

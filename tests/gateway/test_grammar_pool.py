@@ -65,6 +65,11 @@ async def test_what_does_not_compile_is_said(pool: GrammarPool, fields: Any, sai
     assert error.code == "unsupported_grammar" and said in error.message and len(error.message) < 300
 
 
+async def test_what_cannot_be_taken_back_is_refused(pool: GrammarPool) -> None:
+    for rule in ("a[max_tokens=3]: /[ab]+/", 'a[stop="c"]: /[ab]+/'):
+        assert "max_tokens or stop" in (await refused(pool, outputs(grammar=f'start: "y" a "x"\n{rule}'))).message
+
+
 async def test_case_10_what_would_take_minutes_ends_within_seconds(pool: GrammarPool) -> None:
     texts = [{"type": "string", "pattern": f".*{i}.*"} for i in range(200)]
     wanted = outputs(json={"allOf": [{"properties": {f"p{i}": t, "q": t}} for i, t in enumerate(texts)]})

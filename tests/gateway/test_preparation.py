@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 
 from services.gateway import chat_template
+from services.gateway.dialect import dialect_of
 from services.gateway.errors import BadRequest
+from services.gateway.forms import template_options
 from services.gateway.openai_schema import ChatCompletionRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from services.gateway.preparation import Limits, PreparedPrompt, build_specs, conversation, detokenize, tokenize
 from services.gateway.request_parsing import parse
@@ -37,10 +39,8 @@ def rendered(request: ChatCompletionRequest | TokenizeRequest) -> str:
     messages = conversation(request, TOKENIZER)
     if messages is None:
         return ""
-    with_prompt = not isinstance(request, TokenizeRequest) or request.add_generation_prompt
-    return chat_template.render(
-        TEMPLATE, messages, now=NOW, add_generation_prompt=with_prompt, special_tokens=TOKENIZER.template_tokens
-    )
+    options = template_options(request, dialect_of(TOKENIZER))
+    return chat_template.render(TEMPLATE, messages, now=NOW, special_tokens=TOKENIZER.template_tokens, **options)
 
 
 def refused(call: Any, **fields: Any) -> BadRequest:
@@ -268,6 +268,12 @@ def test_text_parameters() -> None:
         "include_usage": True,
         "created": 1721995200,
         "system_fingerprint": "",
+        "tool_format": "",
+        "tool_names": (),
+        "max_calls": None,
+        "reasoning_format": "",
+        "reasoning_begun": False,
+        "include_reasoning": True,
     }
 
 
@@ -283,6 +289,7 @@ def test_text_parameters() -> None:
         ({"messages": ONE_MESSAGE}, ids("hello>")),
         ({"messages": ONE_MESSAGE, "add_generation_prompt": False}, ids("hello")),
         ({"messages": ONE_MESSAGE, "add_special_tokens": True}, [BOS, *ids("hello>")]),
+        ({"messages": ONE_MESSAGE, "continue_final_message": True}, ids("hello")),
     ],
 )
 def test_tokenize(body: dict[str, Any], expected: list[int]) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import jsonschema_rs
 import pytest
+from llguidance import LLParserLimits
 
 from services.gateway import structured
 from services.gpu_worker.grammar import MAX_DIGITS, AnswerState, GrammarError, Grammars
@@ -125,6 +126,17 @@ def test_what_cannot_be_compiled() -> None:
         begin(by_lark("start: nowhere"))
 
 
+def test_an_answer_does_not_use_up_what_another_of_the_same_grammar_may_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    few = LLParserLimits(max_lexer_states=200, verbose_errors=False)
+    monkeypatch.setattr("services.gpu_worker.grammar.LIMITS", few)
+    held = by_lark("start: /[ab]{0,1000}/")
+    long, other = begin(held), begin(held)
+    with pytest.raises(GrammarError):
+        for n in range(400):
+            long.mask_after(b"a" * n)
+    assert ids(other.mask()) and ids(begin(held).mask())
+
+
 # --- thinking -----------------------------------------------------------------------------------------------------
 
 END = "</t>"
@@ -142,7 +154,9 @@ def thinking(budget: int | None = None, starts: Sequence[int] = (), grammar: str
 def test_a_grammar_holds_behind_the_thoughts() -> None:
     state = thinking(grammar='start: "yes" | "no"')
     assert vocab.EOS not in ids(state.mask()) and ord("x") in ids(state.mask())
-    assert ids(state.mask_after(b"well</t>")) == sorted(b"yn")
+    assert ids(state.mask_after(b"well</t>")) == sorted(b"yn\n"), "some lines below, if it likes"
+    assert ids(state.mask_after(b"well</t>\n\n")) == sorted(b"yn")
+    assert ids(state.mask_after(b"well</t>\n\nno")) == STOPS
     assert ids(state.mask_after(b"well</t>no")) == STOPS
     assert ids(state.mask_after(b"</t>y")) == [ord("e")]
 
@@ -153,6 +167,10 @@ def test_thoughts_may_be_left_out_where_the_model_begins_them_itself() -> None:
     assert ids(state.mask_after(b"<")) == [ord("t")]
     assert ids(state.mask_after(b"ye")) == [ord("s")]
     assert ids(state.mask_after(b"<t>a</t>y")) == [ord("e")]
+    alike = thinking(starts=b"<t>", grammar='start: "<to>"')
+    assert ids(alike.mask_after(b"<t")) == sorted(b">o") and ids(alike.mask_after(b"<to")) == [ord(">")]
+    assert not alike.allows(b"<x") and ids(alike.mask_after(b"<")) == [ord("t")]
+    assert ids(alike.mask_after(b"<to>")) == STOPS and ids(alike.mask_after(b"<t>x</t><")) == [ord("t")]
 
 
 def test_a_budget_ends_thoughts() -> None:
