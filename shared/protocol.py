@@ -42,6 +42,8 @@ class Constraint(Message):
     think_end: str = Field(default="", max_length=256)
     think_end_ids: tuple[TokenId, ...] = Field(default=(), max_length=64)
     think_budget: int | None = Field(default=None, ge=0, le=1 << 24)
+    allowed_ids: tuple[TokenId, ...] = Field(default=(), max_length=1 << 12)  # no others at all; none: any
+    bad_words: tuple[tuple[TokenId, ...], ...] = Field(default=(), max_length=256)  # never in the answer
 
 
 class SamplingParams(Message):
@@ -79,6 +81,11 @@ class TextParams(Message):
     echo: bool = False
     stream: bool = False
     include_usage: bool = False
+    continuous_usage: bool = False
+    num_shown: int | None = Field(
+        default=None, ge=1, le=MAX_CHOICES
+    )  # of each prompt's choices, the likeliest; None: all
+    hides_logprobs: bool = False  # they are there to tell which are likeliest
     created: int = 0  # seconds, for display only
     system_fingerprint: str = ""
     tool_format: str = ""  # how calls of tools are written; empty: none are looked for

@@ -134,6 +134,7 @@ class GatewaySettings(Section):
     max_body_bytes: ByteSize = _setting(ByteSize(8 << 20), "largest request body", ge=1024, le=1 << 30)
     max_queued_requests: int = _setting(1024, "waiting sequences beyond which requests get 429", ge=1)
     max_queued_tokens: int = _setting(1 << 20, "waiting prompt tokens beyond which requests get 429", ge=1)
+    strict: bool = _setting(False, "refuse requests with fields that are unknown, which are ignored otherwise")
     tool_call_parser: Literal[
         "auto", "hermes", "llama3_json", "pythonic", "mistral", "granite", "deepseek_v3", "deepseek_v31", "generic"
     ] = _setting("auto", "how the model writes calls of tools; known by its chat template when auto")

@@ -51,7 +51,7 @@ def _builder(state: GatewayState, tokenizer: Tokenizer, generation: Generation) 
     kind = "chatcmpl" if text.api == "chat" else "cmpl"
     return ResponseBuilder(
         text.api, tokenizer, id=f"{kind}-{generation.rid}", model=state.model, created=text.created,
-        with_logprobs=sampling.logprobs is not None, include_usage=text.include_usage,
+        with_logprobs=sampling.logprobs is not None and not text.hides_logprobs, include_usage=text.include_usage,
         system_fingerprint=text.system_fingerprint or None,
         call_id_chars=tool_formats.id_chars(text.tool_format),
     )  # fmt: skip
@@ -78,7 +78,20 @@ class Answer:
         while self._generation.is_running:
             for index, delta in await self._generation.next():
                 results[index].add([delta])
+        results = self._likeliest(results)
         return json_response(self._builder.whole(results, self._usage()))
+
+    def _likeliest(self, results: list[ChoiceResult]) -> list[ChoiceResult]:
+        """Of each prompt's choices as many as are wanted, by their tokens' mean log-probability."""
+        num_shown = self._generation.prompts[0].text.num_shown
+        if num_shown is None:
+            return results
+        shown, first = [], 0
+        for prompt in self._generation.prompts:
+            own = results[first : first + prompt.num_choices]
+            shown += sorted(own, key=lambda result: -result.mean_logprob)[:num_shown]
+            first += prompt.num_choices
+        return shown
 
     async def stream(self, http: web.Request) -> web.StreamResponse:
         """Begins with the first event, so that what fails before it is an ordinary error; what fails later is one
@@ -113,7 +126,10 @@ class Answer:
         events = self._openings()
         for index, delta in deltas:
             self._places[index] = sse.Place(delta.position, delta.finish_reason is not None)
-            events.append(sse.event(self._builder.chunk(index, delta), self._event_id()))
+            chunk = self._builder.chunk(index, delta)
+            if self._generation.prompts[0].text.continuous_usage:
+                chunk["usage"] = self._usage()
+            events.append(sse.event(chunk, self._event_id()))
         return b"".join(events)
 
     def _openings(self) -> list[bytes]:

@@ -1,4 +1,4 @@
-"""Finds out whether grammars can be compiled, in another process and within a second; remembers those that can."""
+"""Finds out whether grammars can be compiled, in another process and in little time; remembers those that can."""
 
 from __future__ import annotations
 

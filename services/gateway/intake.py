@@ -43,9 +43,11 @@ G = TypeVar("G", bound=ChatCompletionRequest | CompletionRequest)
 
 class Intake:
     def __init__(
-        self, tokenizer: Tokenizer, model: str, fleet: Fleet, max_choices: int, dialect: Dialect | None = None
-    ) -> None:
+        self, tokenizer: Tokenizer, model: str, fleet: Fleet, max_choices: int, dialect: Dialect | None = None,
+        strict: bool = False,
+    ) -> None:  # fmt: skip
         self.tokenizer = tokenizer
+        self._strict = strict
         self._dialect = dialect or dialect_of(tokenizer)
         self._model = model
         self._fleet = fleet
@@ -118,7 +120,7 @@ class Intake:
         return request, encode_call(messages, datetime.now(UTC), **template_options(request, self._dialect))
 
     def _parse(self, cls: type[R], body: bytes) -> R:
-        request = parse(cls, json_reader.loads(body))
+        request = parse(cls, json_reader.loads(body), strict=self._strict)
         if request.model not in (None, "", self._model):
             raise model_not_found()
         return request

@@ -26,6 +26,10 @@ MAX_MESSAGES = 4096
 MAX_LOGPROBS = 20
 MAX_TOKENS = 1 << 24
 MAX_TIMEOUT_S = 86400
+# what clients send and nothing here depends on, also where unknown fields are refused
+IGNORED = ("metadata", "service_tier", "store", "safety_identifier", "prompt_cache_key", "prompt_cache_retention")
+MAX_ALLOWED_IDS = 4096
+MAX_BAD_WORDS = 64
 
 
 def _integral(value: Any) -> Any:
@@ -132,8 +136,6 @@ class GenerationRequest(Request):
         "guided_grammar": (),
         "prompt_logprobs": (),
         "logprob_token_ids": (),
-        "allowed_token_ids": (),
-        "bad_words": ([],),
         "logits_processors": (),
         "use_beam_search": (False,),
         "length_penalty": (1.0, 1),
@@ -171,6 +173,8 @@ class GenerationRequest(Request):
     ] = None
     user: Label | None = None
     cache_salt: Annotated[str, Field(min_length=1, max_length=256)] | None = None
+    allowed_token_ids: Annotated[list[TokenId], Field(min_length=1, max_length=MAX_ALLOWED_IDS)] | None = None
+    bad_words: Annotated[Annotated[list[StopText], Field(max_length=MAX_BAD_WORDS)], or_empty([], list[StopText])] = []
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
     speculative: Speculative | None = None

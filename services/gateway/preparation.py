@@ -16,7 +16,6 @@ from services.gateway.chat_messages import parse_messages
 from services.gateway.chat_template import Message
 from services.gateway.errors import BadRequest
 from services.gateway.forms import Form
-from services.gateway.json_reader import shown
 from services.gateway.openai_schema import (
     ChatCompletionRequest,
     CompletionRequest,
@@ -26,6 +25,7 @@ from services.gateway.openai_schema import (
     TokenizeRequest,
 )
 from services.gateway.prediction import predicted_ids
+from services.gateway.token_limits import checked_ids, logit_bias, word_limits
 from services.gateway.tokenization import Tokenizer
 from shared.protocol import Constraint, SamplingParams, TextParams
 
@@ -81,19 +81,19 @@ def build_specs(
     the model's template renders them. form: what the answer is to be, its grammar compiled.
     """
     form = form or Form()
-    num_choices = request.n or 1
+    num_choices = _num_choices(request)
     _check_together(request, limits)
     if isinstance(request, ChatCompletionRequest):
         prompts, param = [chat_prompt(chat_text, tokenizer, limits)], "messages"
     else:
         prompts, param = completion_prompts(request.prompt, tokenizer, limits), "prompt"
     if len(prompts) * num_choices > limits.max_choices:
-        field = "n" if num_choices > 1 else "prompt"
+        field = "prompt" if num_choices == 1 else "n" if num_choices == request.n else "best_of"
         raise BadRequest(f"{field} asks for more than {limits.max_choices} choices in one request", param=field)
     prediction = request.prediction if isinstance(request, ChatCompletionRequest) else None
     predicted = predicted_ids(prediction, tokenizer, limits.max_tokens)
     text = form.text_params(_text_params(request, now, fingerprint or ""), chat_text)
-    constraint = form.constraint(tokenizer, chat_text)
+    constraint = word_limits(request, tokenizer, form.constraint(tokenizer, chat_text))
     return [
         PreparedPrompt(
             ids, _sampling(request, ids, tokenizer, limits, draw_seed, param, constraint), text, num_choices, predicted
@@ -150,18 +150,6 @@ def completion_prompts(prompt: Any, tokenizer: Tokenizer, limits: Limits) -> lis
     return prompts
 
 
-def checked_ids(values: Sequence[Any], vocab_size: int, path: str) -> list[int]:
-    """Token ids of the vocabulary; BadRequest names the position of one that is not."""
-    ids = []
-    for i, value in enumerate(values):
-        token_id = int(value) if isinstance(value, float) and value.is_integer() else value
-        if type(token_id) is not int or not 0 <= token_id < vocab_size:
-            where = f"{path}[{i}]"
-            raise BadRequest(f"{where} is not a token id (0 to {vocab_size - 1})", param=where)
-        ids.append(token_id)
-    return ids
-
-
 def tokenize(request: TokenizeRequest, tokenizer: Tokenizer, chat_text: str = "") -> list[int]:
     """The ids that the same prompt or messages would have in a request; chat_text as in `build_specs`."""
     if request.messages is not None:
@@ -181,19 +169,16 @@ def _check_together(request: ChatCompletionRequest | CompletionRequest, limits: 
     """Fields that are right each by itself and not together."""
     if (request.n or 1) > limits.max_choices:
         raise BadRequest(f"n must be at most {limits.max_choices}", param="n")
-    if request.stream_options is not None:
-        if not request.stream:
-            raise BadRequest("stream_options is only allowed with stream", param="stream_options")
-        if request.stream_options.continuous_usage_stats:
-            raise BadRequest(
-                "stream_options.continuous_usage_stats is not supported", param="stream_options.continuous_usage_stats"
-            )
+    if request.stream_options is not None and not request.stream:
+        raise BadRequest("stream_options is only allowed with stream", param="stream_options")
     if isinstance(request, ChatCompletionRequest):
         if request.top_logprobs is not None and not request.logprobs:
             raise BadRequest("top_logprobs needs logprobs to be true", param="top_logprobs")
         return
-    if request.best_of is not None and request.best_of != (request.n or 1):
-        raise BadRequest("best_of other than n is not supported", param="best_of")
+    if request.best_of is not None and request.best_of < (request.n or 1):
+        raise BadRequest("best_of must be at least n", param="best_of")
+    if _is_selected(request) and request.stream:
+        raise BadRequest("best_of beyond n cannot be streamed", param="best_of")
     if request.echo and request.logprobs is not None:
         raise BadRequest("echo together with logprobs is not supported yet", param="logprobs")
 
@@ -227,7 +212,7 @@ def _sampling(
         repetition_penalty=_or(request.repetition_penalty, 1.0),
         frequency_penalty=_or(request.frequency_penalty, 0.0),
         presence_penalty=_or(request.presence_penalty, 0.0),
-        logit_bias=_logit_bias(request.logit_bias, tokenizer.vocab_size),
+        logit_bias=logit_bias(request.logit_bias, tokenizer.vocab_size),
         stop_token_ids=tuple(dict.fromkeys(stop_ids)),
         ignore_eos=request.ignore_eos,
         logprobs=_num_logprobs(request),
@@ -271,21 +256,18 @@ def _temperature(asked: float | None) -> float:
     return 0.0 if asked < GREEDY_BELOW else max(asked, LEAST_TEMPERATURE)
 
 
-def _logit_bias(biases: dict[str, float], vocab_size: int) -> dict[int, float]:
-    resolved = {}
-    for key, bias in biases.items():
-        # Compared as text too: no sign, space, leading zero or digit of another script, hence no two keys for one id.
-        if not (key.isascii() and key.isdigit() and len(key) < 12 and str(int(key)) == key and int(key) < vocab_size):
-            raise BadRequest(
-                f"logit_bias.{shown(key)} is not a token id (0 to {vocab_size - 1})", param=f"logit_bias.{shown(key)}"
-            )
-        resolved[int(key)] = bias
-    return resolved
+def _num_choices(request: ChatCompletionRequest | CompletionRequest) -> int:
+    """To generate; not all may be shown."""
+    return (isinstance(request, CompletionRequest) and request.best_of) or request.n or 1
+
+
+def _is_selected(request: ChatCompletionRequest | CompletionRequest) -> bool:
+    return _num_choices(request) > (request.n or 1)
 
 
 def _num_logprobs(request: ChatCompletionRequest | CompletionRequest) -> int | None:
     if isinstance(request, CompletionRequest):
-        return request.logprobs
+        return 0 if request.logprobs is None and _is_selected(request) else request.logprobs
     return (request.top_logprobs or 0) if request.logprobs else None
 
 
@@ -298,6 +280,9 @@ def _text_params(request: ChatCompletionRequest | CompletionRequest, now: dateti
         echo=isinstance(request, CompletionRequest) and request.echo,
         stream=request.stream,
         include_usage=request.stream_options is not None and request.stream_options.include_usage,
+        continuous_usage=request.stream_options is not None and request.stream_options.continuous_usage_stats,
+        num_shown=(request.n or 1) if _is_selected(request) else None,
+        hides_logprobs=_is_selected(request) and request.logprobs is None,
         created=int(now.timestamp()),
         system_fingerprint=fingerprint,
     )

@@ -13,7 +13,7 @@ from pydantic import ValidationError
 
 from services.gateway.errors import BadRequest
 from services.gateway.json_reader import shown
-from services.gateway.openai_schema import Request
+from services.gateway.openai_schema import IGNORED, Request
 
 R = TypeVar("R", bound=Request)
 
@@ -43,10 +43,15 @@ _REASONS = {
 }
 
 
-def parse(cls: type[R], body: Any) -> R:
-    """The request, every field checked as far as that is possible without the model."""
+def parse(cls: type[R], body: Any, *, strict: bool = False) -> R:
+    """The request, every field checked as far as that is possible without the model. strict: none may be unknown."""
     if not isinstance(body, dict):
         raise BadRequest("the body must be a JSON object")
+    if strict:
+        known = {*cls.model_fields, *cls.UNSUPPORTED, *IGNORED}
+        for name in body:
+            if name not in known:
+                raise BadRequest(f"{shown(name)} is not known", param=shown(name), code="unknown_parameter")
     for name, neutral in cls.UNSUPPORTED.items():
         value = body.get(name)
         if value is not None and not any(_same(value, n) for n in neutral):

@@ -53,10 +53,18 @@ class ChoiceResult:
     calls: dict[int, CallPart] = field(default_factory=dict)
     logprobs: list[bytes] = field(default_factory=list)
     finish_reason: str | None = None
+    sum_logprobs: float = 0.0
+    num_logprobs: int = 0
+
+    @property
+    def mean_logprob(self) -> float:
+        return self.sum_logprobs / max(1, self.num_logprobs)
 
     def add(self, deltas: Iterable[Delta]) -> None:
         for delta in deltas:
             self.texts.append(delta.text)
+            self.sum_logprobs += sum(entry.logprob for entry in delta.logprobs)
+            self.num_logprobs += len(delta.logprobs)
             self.reasoning.append(delta.reasoning)
             for part in delta.calls:
                 old = self.calls.get(part.index, part)

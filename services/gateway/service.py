@@ -72,7 +72,7 @@ class GatewayService:
         self.bodies = Bodies(own.max_body_bytes)
         self.metrics = GatewayMetrics()
         dialect = dialect_of(tokenizer, own.tool_call_parser, own.reasoning_parser)
-        self.intake = Intake(tokenizer, common.served_name, self.fleet, own.max_num_choices, dialect)
+        self.intake = Intake(tokenizer, common.served_name, self.fleet, own.max_num_choices, dialect, own.strict)
         self.guard = Guard(limits.send_timeout_s, max_connections(limits.max_connections))
         self._secret = b""
         self._drawn_secret = b""

@@ -142,6 +142,7 @@ class AnswerState:
         self._words = words
         self._matcher = matcher
         self._stops = stops
+        self._only = words.set_of(constraint.allowed_ids) if constraint.allowed_ids else words.all
         self._ids: list[int] = []
         begins: Literal["maybe", "yes", "no"] = "no"
         if constraint.think_end:
@@ -172,7 +173,22 @@ class AnswerState:
 
     def mask(self) -> bytes | None:
         allowed = self._allowed()
-        return None if allowed is None else allowed.to_bytes(len(self._words.tokens) // 8 + 1, "little")
+        banned = self._banned()
+        if allowed is None and not banned and self._only == self._words.all:
+            return None
+        within = (self._words.all if allowed is None else allowed) & self._only
+        within = within & ~banned or within
+        if not within:
+            raise GrammarError("nothing can follow in the grammar")
+        return within.to_bytes(len(self._words.tokens) // 8 + 1, "little")
+
+    def _banned(self) -> int:
+        """Tokens that would complete a bad word."""
+        ends = (word[-1] for word in self._constraint.bad_words if self._ends_with(word[:-1]))
+        return self._words.set_of(ends) if self._constraint.bad_words else 0
+
+    def _ends_with(self, ids: tuple[int, ...]) -> bool:
+        return not ids or tuple(self._ids[-len(ids) :]) == ids
 
     def accept(self, token_id: int) -> None:
         """One token on; GrammarError, and nothing changes, for one that the grammar does not allow."""

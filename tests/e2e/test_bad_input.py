@@ -29,7 +29,7 @@ WRONG: dict[str, list[Any]] = {
     "top_k": [*NUMBERS, -2, 1.5], "seed": [*NUMBERS, 1 << 63, -(1 << 63) - 1, 0.5], "n": [*NUMBERS, 0, -1, 17, 1 << 40],
     "max_tokens": [*NUMBERS, -1, 1.5], "min_tokens": [*NUMBERS, -1, 1 << 23], "logprobs": [*NUMBERS, -1, 21],
     "frequency_penalty": [*NUMBERS, -2.1, 2.1], "presence_penalty": [*NUMBERS, -2.1, 2.1],
-    "repetition_penalty": [*NUMBERS, 0, -1, 101], "best_of": [2, 0, "x"],
+    "repetition_penalty": [*NUMBERS, 0, -1, 101], "best_of": [17, 129, 0, "x"],
     "stop": [1, [1], [""], "", ["x"] * 17, "x" * 257, {"a": 1}, [["x"]]],
     "stop_token_ids": ["x", [-1], [vocab.VOCAB_SIZE], [1.5], ["1"], [1] * 65, [1 << 40]],
     "logit_bias": [[], "x", {"x": 1}, {"-1": 1}, {"01": 1}, {str(vocab.VOCAB_SIZE): 1}, {"1": 101}, {"1": "x"},
@@ -38,13 +38,18 @@ WRONG: dict[str, list[Any]] = {
     "stream_options": [{"include_usage": True}, "x", []], "user": [1, ["x"], "x" * 1025], "cache_salt": ["", 1],
     "prompt": [None, 1, {}, [], [[]], [1, "a"], ["a", 1], [[1], "a"], [-1], [vocab.VOCAB_SIZE], [1.5], [True], [None],
                "x" * 5000, [1] * 5000, "x" * 3_000_000, [["a"]], ["x"] * 17],
-    "model": [1, []], "response_format": [{"type": "json_object"}], "suffix": ["x"], "priority": [1],
+    "model": [1, []], "response_format": [{"type": "xml"}, "x", {}],
+    "structured_outputs": [{}, {"regex": "("}, {"json": {"not": {}}}, {"grammar": "start: nowhere"}],
+    "allowed_token_ids": [[], [vocab.VOCAB_SIZE], ["x"]], "bad_words": [["x"] * 65, [""], [" "]],
+    "suffix": ["x"], "priority": [1],
 }  # fmt: skip
 WRONG_CHAT: dict[str, list[Any]] = {
     "messages": [None, [], "x", [1], [{}], [{"role": "user"}], [{"role": "nobody", "content": "x"}],
                  [{"role": "user", "content": 1}], [{"role": "user", "content": [{"type": "image_url"}]}],
                  [{"role": "user", "content": "x"}] * 4097, [{"role": "user", "content": [[]]}]],
     "top_logprobs": [2, -1, "x", 21], "max_completion_tokens": [0, -1, "x"], "tools": [[{"type": "function"}]],
+    "tool_choice": ["required", "x", {"type": "function"}], "chat_template_kwargs": [{"x": 1}, []],
+    "reasoning_effort": ["high", 1], "thinking_token_budget": [5, -1],
     "chat_template": ["{{ 1 }}"], "n": [0, 17],
 }  # fmt: skip
 RAW = {

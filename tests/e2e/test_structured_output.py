@@ -86,6 +86,21 @@ async def test_what_cannot_be_kept_is_refused_at_once(client: Client) -> None:
         assert answer.status == 400 and answer.error and answer.error["param"] == param, answer.error
 
 
+async def test_bad_words_and_allowed_tokens(client: Client) -> None:
+    never = await client.ask(plain("<script>one two one", 40, bad_words=["two"]))
+    assert "two" not in never.text and never.text.startswith("one tw")
+    only = await client.ask(plain("any", 20, allowed_token_ids=list(b"xyz")))
+    assert set(only.text) <= set("xyz") and len(only.text) == 20
+
+
+async def test_usage_in_every_chunk(client: Client) -> None:
+    options = {"stream_options": {"include_usage": True, "continuous_usage_stats": True, "include_obfuscation": False}}
+    answer = await client.ask(chat("counted", 12, **options))
+    answer.check()
+    counts = [json.loads(line)["usage"]["completion_tokens"] for line in answer.lines[1:-1]]
+    assert counts == sorted(counts) and counts[-1] == 12
+
+
 @pytest.mark.timeout(90)
 async def test_an_answer_goes_on_in_its_grammar_on_another_worker(new_stack: NewStack, connect: Connect) -> None:
     body = plain("goes on", 90, temperature=1, seed=3, n=2, **by_schema({"type": "array", "items": PERSON}), **USAGE)

@@ -18,12 +18,13 @@ Json = dict[str, Any]
 FURTHER_RULES = {
     "/v1/chat/completions": {
         "messages", "logit_bias", "min_tokens", "n", "prediction", "stop_token_ids", "stream_options", "top_logprobs",
-        "response_format", "structured_outputs", "tools", "tool_choice", "continue_final_message",
-        "add_generation_prompt", "chat_template_kwargs", "reasoning_effort", "thinking_token_budget",
+        "response_format", "structured_outputs", "allowed_token_ids", "bad_words", "tools", "tool_choice",
+        "continue_final_message", "add_generation_prompt", "chat_template_kwargs", "reasoning_effort",
+        "thinking_token_budget",
     },
     "/v1/completions": {
         "prompt", "best_of", "logit_bias", "logprobs", "min_tokens", "n", "stop_token_ids", "stream_options",
-        "response_format", "structured_outputs",
+        "response_format", "structured_outputs", "allowed_token_ids", "bad_words",
     },
     "/tokenize": {
         "prompt", "messages", "tools", "continue_final_message", "add_generation_prompt", "chat_template_kwargs",

@@ -229,15 +229,13 @@ def test_logprobs_of_both_shapes() -> None:
         (chat, {"top_logprobs": 0, "logprobs": False}, "top_logprobs"),
         (chat, {"n": 9}, "n"),
         (completion, {"n": 3, "prompt": ["a", "b", "c"]}, "n"),
-        (completion, {"best_of": 2}, "best_of"),
-        (completion, {"n": 2, "best_of": 3}, "best_of"),
+        (completion, {"n": 3, "best_of": 2}, "best_of"),
+        (completion, {"best_of": 2, "stream": True}, "best_of"),
+        (completion, {"n": 2, "best_of": 9}, "best_of"),
         (completion, {"echo": True, "logprobs": 1}, "logprobs"),
         (chat, {"stream_options": {"include_usage": True}}, "stream_options"),
-        (
-            chat,
-            {"stream": True, "stream_options": {"continuous_usage_stats": True}},
-            "stream_options.continuous_usage_stats",
-        ),
+        (completion, {"allowed_token_ids": [1, VOCAB]}, "allowed_token_ids[1]"),
+        (completion, {"bad_words": ["x", " "]}, "bad_words[1]"),
         (completion, {"prompt": ""}, None),
     ],
 )
@@ -266,6 +264,9 @@ def test_text_parameters() -> None:
         "echo": True,
         "stream": True,
         "include_usage": True,
+        "continuous_usage": False,
+        "num_shown": None,
+        "hides_logprobs": False,
         "created": 1721995200,
         "system_fingerprint": "",
         "tool_format": "",
@@ -275,6 +276,21 @@ def test_text_parameters() -> None:
         "reasoning_begun": False,
         "include_reasoning": True,
     }
+
+
+def test_words_and_tokens_that_limit_an_answer() -> None:
+    rules = completion(allowed_token_ids=[65, 66], bad_words=["no", " yes"])[0].sampling.constraint
+    assert rules is not None and rules.allowed_ids == (65, 66) and not rules.grammar
+    assert rules.bad_words == tuple(tuple(word) for word in (b"no", b" no", b"yes", b" yes"))
+
+
+def test_more_choices_than_are_shown_are_told_apart_by_log_probabilities() -> None:
+    [best] = completion(n=2, best_of=5)
+    assert (best.num_choices, best.text.num_shown, best.text.hides_logprobs, best.sampling.logprobs) == (5, 2, True, 0)
+    [asked] = completion(best_of=5, logprobs=3)
+    assert (asked.text.num_shown, asked.text.hides_logprobs, asked.sampling.logprobs) == (1, False, 3)
+    [all_of_them] = completion(n=2, best_of=2)
+    assert all_of_them.text.num_shown is None and all_of_them.sampling.logprobs is None
 
 
 # --- /tokenize and /detokenize ------------------------------------------------------------------------------------

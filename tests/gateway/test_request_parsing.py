@@ -187,3 +187,11 @@ def test_a_field_name_in_an_error_is_cut_and_printable() -> None:
     key = "\x1b[31m" + "k" * 500
     error = refused(CompletionRequest, COMPLETION | {"logit_bias": {key: 1000}})
     assert "\x1b" not in error.message and len(error.message) < 150
+
+
+def test_unknown_fields_are_refused_where_that_is_wanted() -> None:
+    body = {"prompt": "x", "metadata": {"a": "b"}, "service_tier": "auto", "logit_bias": None, "suffix": None}
+    assert parse(CompletionRequest, body | {"unknown": 1}).prompt == parse(CompletionRequest, body, strict=True).prompt
+    with pytest.raises(BadRequest) as caught:
+        parse(CompletionRequest, body | {"tempratur": 1}, strict=True)
+    assert (caught.value.param, caught.value.code) == ("tempratur", "unknown_parameter")

@@ -135,3 +135,10 @@ def test_case_14_log_probabilities_are_finite() -> None:
 def test_a_log_probability_is_never_above_zero(logprob: float) -> None:
     entry = TokenLogprob(0, logprob, (), 0)
     assert builder("chat").chunk(0, Delta("Hi", 1, (entry,)))["choices"][0]["logprobs"]["content"][0]["logprob"] == 0.0
+
+
+def test_choices_are_ranked_by_the_mean_of_their_tokens() -> None:
+    results = [ChoiceResult(builder("completions")) for _ in range(2)]
+    for result, logprobs in zip(results, ((-0.5, -0.5, -0.5), (-0.1, -1.0)), strict=True):
+        result.add([Delta("x", 1, tuple(TokenLogprob(0, p, (), 0) for p in logprobs))])
+    assert [round(result.mean_logprob, 3) for result in results] == [-0.5, -0.55]

@@ -137,6 +137,18 @@ def test_an_answer_does_not_use_up_what_another_of_the_same_grammar_may_take(mon
     assert ids(other.mask()) and ids(begin(held).mask())
 
 
+def test_words_that_must_not_be_and_tokens_that_alone_may() -> None:
+    state = begin(Constraint(bad_words=(tuple(b"no"), (ord("x"),))))
+    assert not {ord("x")} & set(ids(state.mask())) and ord("o") in ids(state.mask())
+    assert ord("o") not in ids(state.mask_after(b"n")) and ord("o") in ids(state.mask_after(b"nn!"))
+    only = begin(Constraint(allowed_ids=tuple(b"ab")))
+    assert ids(only.mask()) == ids(only.mask_after(b"abba")) == sorted(b"ab")
+    both = begin(by_lark('start: "a" | "b" | "c"', allowed_ids=tuple(b"bcd"), bad_words=((ord("c"),),)))
+    assert ids(both.mask()) == [ord("b")]
+    all_banned = begin(by_lark('start: "a"', bad_words=((ord("a"),),)))
+    assert ids(all_banned.mask()) == [ord("a")], "where there is nothing else"
+
+
 # --- thinking -----------------------------------------------------------------------------------------------------
 
 END = "</t>"

@@ -87,9 +87,11 @@ def any_of(cls: type[w.Message]) -> st.SearchStrategy[Any]:
     if cls is p.TokenChunk:
         tokens = st.lists(st.tuples(TOKEN_IDS, _value(hints["logprobs"])), max_size=4)
         return st.builds(_chunk, tokens, st.fixed_dictionaries(fields))
-    for name in ("ids", "stop_token_ids", "think_start_ids", "think_end_ids"):
+    for name in ("ids", "stop_token_ids", "think_start_ids", "think_end_ids", "allowed_ids"):
         if name in fields and hints[name] == tuple[int, ...]:
             fields[name] = st.lists(TOKEN_IDS, max_size=4).map(tuple)
+    if "bad_words" in fields:
+        fields["bad_words"] = st.lists(st.lists(TOKEN_IDS, max_size=3).map(tuple), max_size=3).map(tuple)
     return st.builds(cls, **fields)
 
 
