@@ -202,6 +202,9 @@ class WorkerSettings(Section):
         "auto", "kernels: compiled C, or torch where they cannot be had (auto); `scripted` computes nothing, for tests"
     )
     device: Literal["auto", "cpu", "cuda"] = _setting("auto", "device of the model: a GPU where there is one (auto)")
+    model_impl: Literal["auto", "headrace", "transformers"] = _setting(
+        "auto", "code that computes: ours, or for architectures that it does not know transformers' (auto)"
+    )
     max_num_seqs: int = _setting(64, "most sequences in a step", ge=1, le=4096)
     max_num_batched_tokens: int = _setting(512, "most tokens in a step", ge=1, le=1 << 20)
     max_model_len: int = _setting(0, "context length; the model's own when 0", ge=0, le=1 << 24)

@@ -171,8 +171,9 @@ def _model(common: CommonSettings, own: WorkerSettings) -> tuple[Engine, Validat
             own.engine, source.path, common.cache_dir,
             kv_cache_bytes=own.kv_cache_bytes or None, block_size=own.block_size,
             max_model_len=own.max_model_len or None, kv_cache_dtype=own.kv_cache_dtype, num_threads=_num_threads(own),
-            quantization=own.quantization, device=device, needs_device=own.device == "cuda",
-            limits=StepLimits(own.max_num_batched_tokens, own.max_num_seqs, own.gpu_memory_utilization), progress=show,
+            model_impl=own.model_impl, quantization=own.quantization, device=device,
+            limits=StepLimits(own.max_num_batched_tokens, own.max_num_seqs, own.gpu_memory_utilization),
+            needs_device=own.device == "cuda", progress=show,
         )  # fmt: skip
     return engine, validate
 

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import replace
 from pathlib import Path
+from typing import Protocol
 
 import torch
 
@@ -21,9 +22,10 @@ from services.gpu_worker.batch import Chunk, Drawn, EngineInfo
 from services.gpu_worker.kv_pool import KVPool, block_bytes, cache_dtype, num_blocks_for
 from services.gpu_worker.model.config import ConfigError, ModelConfig, NotNativeError
 from services.gpu_worker.model.decoder import Decoder
+from services.gpu_worker.model.transformers_decoder import TransformersModel
 from services.gpu_worker.sampler import sample
 from services.gpu_worker.speculative.verify import drawn_by_chunk, draws_of
-from services.gpu_worker.step_inputs import build_step_inputs
+from services.gpu_worker.step_inputs import StepInputs, build_step_inputs
 from services.gpu_worker.variant import kernel_variant
 from services.gpu_worker.weights.loader import Progress, load_weights, open_source
 
@@ -33,10 +35,21 @@ _NO_MEMORY = ("can't allocate memory", "not enough memory", "Cannot allocate mem
 USEFUL_CONTEXTS = 256  # full contexts that the default pool holds at most
 
 
+class AnyDecoder(Protocol):
+    def forward(self, inputs: StepInputs, pool: KVPool) -> torch.Tensor:
+        """Write the K and V of all rows to the pool; the logits of the sample rows, float32 [S, vocab_size]."""
+        ...
+
+
+class OpenedModel(Protocol):
+    config: ModelConfig
+    identity: str
+
+
 class TorchEngine:
     """Build one with `load`. `step` may be repeated: after an exception nothing but unused KV slots has changed."""
 
-    def __init__(self, decoder: Decoder, pool: KVPool, geometry: Geometry, info: EngineInfo) -> None:
+    def __init__(self, decoder: AnyDecoder, pool: KVPool, geometry: Geometry, info: EngineInfo) -> None:
         self.info = info
         self._decoder = decoder
         self._pool = pool
@@ -53,6 +66,7 @@ class TorchEngine:
         dtype: str = "auto",
         kv_cache_dtype: str = "auto",
         quantization: str = "none",
+        model_impl: str = "headrace",
         num_threads: int | None = None,
         progress: Progress | None = None,
     ) -> TorchEngine:
@@ -67,13 +81,13 @@ class TorchEngine:
         kv_dtype = cache_dtype(kv_cache_dtype)
         if num_threads is not None:
             torch.set_num_threads(num_threads)
-        source = open_source(model, quantization)
+        source, decoder_of = _opened(model, quantization, model_impl, progress)
         config = source.config
         length = context_length(config, max_model_len, windows=True)
         size, most_useful = block_bytes(config, block_size, kv_dtype), USEFUL_CONTEXTS * -(-length // block_size)
         num_blocks = num_blocks_for(kv_cache_bytes, size, most_useful)
         with torch.inference_mode(), memory_errors():
-            decoder = Decoder(config, load_weights(source, progress), length)
+            decoder = decoder_of(length)
             pool = KVPool(
                 num_blocks=num_blocks,
                 block_size=block_size,
@@ -109,6 +123,17 @@ class TorchEngine:
         with torch.inference_mode(), memory_errors():
             inputs = build_step_inputs([replace(chunk, sample=True)], self._geometry)
             return self._decoder.forward(replace(inputs, sample_rows=torch.arange(first, chunk.count)), self._pool)
+
+
+def _opened(
+    model: Path, quantization: str, model_impl: str, progress: Progress | None
+) -> tuple[OpenedModel, Callable[[int], AnyDecoder]]:
+    """The model, and what loads its weights for contexts of a length."""
+    if model_impl == "transformers":
+        other = TransformersModel(model, quantization)
+        return other, lambda _: other.decoder()
+    source = open_source(model, quantization)
+    return source, lambda length: Decoder(source.config, load_weights(source, progress), length)
 
 
 @contextlib.contextmanager

@@ -7,6 +7,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -17,11 +18,14 @@ from services.gpu_worker.cuda_graphs import CudaRecorder
 from services.gpu_worker.engine import TorchEngine
 from services.gpu_worker.gpu_engine import DEFAULT_LIMITS, GpuEngine, StepLimits
 from services.gpu_worker.gpu_memory import CudaCard
-from services.gpu_worker.model.config import ConfigError, NotNativeError, NotOnGpuError
+from services.gpu_worker.model.config import ConfigError, NotNativeError, NotOnGpuError, UnknownArchitectureError
 from services.gpu_worker.native_engine import NativeEngine
 from services.gpu_worker.weights.loader import Progress
 
 log = logging.getLogger(__name__)
+
+
+AnyEngine = NativeEngine | TorchEngine | GpuEngine
 
 
 def load_engine(
@@ -30,6 +34,7 @@ def load_engine(
     cache_dir: Path,
     *,
     num_threads: int,
+    model_impl: str = "auto",
     device: torch.device | None = None,
     needs_device: bool = False,
     limits: StepLimits = DEFAULT_LIMITS,
@@ -40,46 +45,64 @@ def load_engine(
     quantization: str = "none",
     progress: Progress | None = None,
     say: Callable[[str], None] = log.info,
-) -> NativeEngine | TorchEngine | GpuEngine:
+) -> AnyEngine:
     """kind: "native", "torch", or "auto": native unless that is impossible, here or for this model.
 
     Libraries are kept in cache_dir/native. device: of the GPU engine, where that is to compute; needs_device: or none.
-    limits: of its steps and memory.
+    limits: of its steps and memory. model_impl: "headrace" for architectures that `families` describes, "transformers"
+    for whatever can be computed with its code, "auto" for that where the architecture is not described.
 
     ConfigError if native ops are asked for and cannot be had; else as the engines' own `load`.
     """
-    if device is not None and kind == "auto":
-        torch.set_num_threads(num_threads)  # weights are converted by them
+    settings: dict[str, Any] = {
+        "kv_cache_bytes": kv_cache_bytes, "block_size": block_size, "max_model_len": max_model_len,
+        "kv_cache_dtype": kv_cache_dtype, "quantization": quantization, "progress": progress,
+    }  # fmt: skip
+    ours_alone = kind == "native" or needs_device
+    if model_impl != "transformers":
         try:
-            return GpuEngine.load(
-                model, device, kv_cache_bytes=kv_cache_bytes, block_size=block_size, max_model_len=max_model_len,
-                kv_cache_dtype=kv_cache_dtype, quantization=quantization, limits=limits,
-                card=CudaCard(device) if device.type == "cuda" else None,
-                recorder=CudaRecorder() if device.type == "cuda" else None, progress=progress,
-            )  # fmt: skip
-        except MemoryError as e:  # another try would end the same way
-            raise ConfigError(f"the GPU's memory does not suffice: {e}") from None
-        except NotOnGpuError as e:
-            if needs_device:
+            on_device = None
+            if device is not None and kind == "auto":
+                torch.set_num_threads(num_threads)  # weights are converted by them
+                on_device = _on_device(model, device, needs_device, limits, settings)
+            return on_device or _on_cpu(kind, model, cache_dir, num_threads, say, settings)
+        except UnknownArchitectureError as e:
+            if model_impl == "headrace" or ours_alone:
                 raise
-            log.warning("computing on the CPU: %s", e)
+            log.warning("computing with transformers' code on the CPU, which is slow: %s", e)
+    elif ours_alone:
+        raise ConfigError("model_impl: transformers computes with torch on a CPU")
+    return TorchEngine.load(model, num_threads=num_threads, model_impl="transformers", **settings)
+
+
+def _on_device(
+    model: Path, device: torch.device, needs_device: bool, limits: StepLimits, settings: dict[str, Any]
+) -> GpuEngine | None:
+    on_card = device.type == "cuda"
+    card, recorder = CudaCard(device) if on_card else None, CudaRecorder() if on_card else None
+    try:
+        return GpuEngine.load(model, device, limits=limits, card=card, recorder=recorder, **settings)
+    except MemoryError as e:  # another try would end the same way
+        raise ConfigError(f"the GPU's memory does not suffice: {e}") from None
+    except NotOnGpuError as e:
+        if needs_device:
+            raise
+        log.warning("computing on the CPU: %s", e)
+        return None
+
+
+def _on_cpu(
+    kind: str, model: Path, cache_dir: Path, num_threads: int, say: Callable[[str], None], settings: dict[str, Any]
+) -> AnyEngine:
     library = None if kind == "torch" else _library(cache_dir / "native", kind == "native", say)
     if library is not None:
         try:
-            return NativeEngine.load(
-                model, library, num_threads=num_threads, kv_cache_bytes=kv_cache_bytes, block_size=block_size,
-                max_model_len=max_model_len, kv_cache_dtype=kv_cache_dtype, quantization=quantization,
-                progress=progress,
-            )  # fmt: skip
+            return NativeEngine.load(model, library, num_threads=num_threads, **settings)
         except NotNativeError as e:
             if kind == "native":
                 raise
             log.warning("computing with torch, which is several times slower: %s", e)
-    return TorchEngine.load(
-        model, num_threads=num_threads, kv_cache_bytes=kv_cache_bytes, block_size=block_size,
-        max_model_len=max_model_len, kv_cache_dtype=kv_cache_dtype, quantization=quantization,
-        progress=progress,
-    )  # fmt: skip
+    return TorchEngine.load(model, num_threads=num_threads, **settings)
 
 
 def _library(folder: Path, needed: bool, say: Callable[[str], None]) -> NativeLibrary | None:

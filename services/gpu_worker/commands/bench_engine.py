@@ -77,6 +77,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         kv_cache_dtype=own.kv_cache_dtype, quantization=own.quantization, num_threads=threads,
         device=device, needs_device=own.device == "cuda",
         limits=StepLimits(own.max_num_batched_tokens, own.max_num_seqs, own.gpu_memory_utilization),
+        model_impl=own.model_impl,
     )  # fmt: skip
     lengths = [args.max_tokens]
     if args.min_tokens:

@@ -74,6 +74,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         max_model_len=own.max_model_len or None, kv_cache_dtype=own.kv_cache_dtype, quantization=own.quantization,
         num_threads=args.threads or own.threads or num_cores(), device=choose_device(own.device, kind),
         needs_device=own.device == "cuda",
+        model_impl=own.model_impl,
     )  # fmt: skip
     room = engine.info.max_num_tokens
     if args.ctx > room:

@@ -18,6 +18,10 @@ class ConfigError(ValueError):
     """The model asks for something that is not supported, or its configuration is wrong; the message names the key."""
 
 
+class UnknownArchitectureError(ConfigError):
+    """We have no description of the architecture of this folder."""
+
+
 class NotNativeError(ConfigError):
     """Native ops cannot compute this model, though torch's can; the message says what stands in the way."""
 

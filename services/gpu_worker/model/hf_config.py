@@ -11,6 +11,7 @@ from services.gpu_worker.model.config import (
     ExpertConfig,
     LayerKind,
     ModelConfig,
+    UnknownArchitectureError,
 )
 from services.gpu_worker.model.families import HF_FAMILIES, Family
 from services.gpu_worker.model.hf_latent import latent_scale, read_experts, read_latent, sparse_from
@@ -65,7 +66,7 @@ def hf_family(values: Mapping[str, Any]) -> Family:
     name = architectures[0] if isinstance(architectures, list) and architectures else "none"
     family = HF_FAMILIES.get(name) if isinstance(name, str) else None
     if family is None:
-        raise ConfigError(f"architectures: {name} is not supported (known: {', '.join(HF_FAMILIES)})")
+        raise UnknownArchitectureError(f"architectures: {name} is not supported (known: {', '.join(HF_FAMILIES)})")
     return family
 
 

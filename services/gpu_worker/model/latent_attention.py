@@ -16,7 +16,7 @@ import torch
 from kernels.kv_cache import KvCache
 from kernels.rope import rope
 from services.gpu_worker.model.config import LayerKind, ModelConfig
-from services.gpu_worker.model.layers import LayerWeights, Product, RopeRows, attended
+from services.gpu_worker.model.layers import LayerWeights, Product, RopeRows, attended_by
 from services.gpu_worker.step_inputs import StepInputs
 
 
@@ -36,7 +36,7 @@ def latent_attention(
     turned = rope(torch.cat((q[..., latent.nope_dim :], k_rope[:, None]), dim=1), angles.cos, angles.signed_sin)
     queries = torch.cat((_by_head(q[..., : latent.nope_dim], parts.key_up), turned[:, :-1]), dim=2)
     row = torch.cat((layer.k_norm(compressed.contiguous())[:, None], turned[:, -1:]), dim=2)
-    mixed = attended(queries, row, row, kind, cache, inputs, config)[..., : latent.rank]
+    mixed = attended_by(queries, row, row, kind, cache, inputs, config)[..., : latent.rank]
     return layer.out(_by_head(mixed, parts.value_up).view(x.shape[0], -1))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -11,7 +12,7 @@ from kernels.kv_cache import KvCache
 from kernels.kv_write import kv_write
 from kernels.layer_norm import layer_norm
 from kernels.matmul_dense import DenseWeight, matmul_dense
-from kernels.paged_attention import paged_attention
+from kernels.paged_attention import TilePlan, paged_attention
 from kernels.rms_norm import rms_norm
 from kernels.rope import rope
 from services.gpu_worker.model.config import LayerKind, ModelConfig
@@ -125,18 +126,24 @@ def attention_block(
     if angles is not None:
         qk = _turned(qk, angles)
     q, k = qk[:, :num_heads], qk[:, num_heads:]
-    return layer.out(attended(q, k, v, kind, cache, inputs, config).view(-1, num_heads * dim))
+    return layer.out(attended_by(q, k, v, kind, cache, inputs, config).view(-1, num_heads * dim))
+
+
+def attended_by(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kind: LayerKind, cache: KvCache, inputs: StepInputs,
+    config: ModelConfig,
+) -> torch.Tensor:  # fmt: skip
+    plans = inputs.window_plans if kind.windowed else inputs.plans
+    return attended(q, k, v, cache, inputs, plans, config.query_scale, config.attention_softcap)
 
 
 def attended(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kind: LayerKind, cache: KvCache, inputs: StepInputs,
-    config: ModelConfig,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cache: KvCache, inputs: StepInputs, plans: Seq[TilePlan],
+    scale: float, cap: float,
 ) -> torch.Tensor:  # fmt: skip
     """[N and padding, H, D]; k and v go to the cache."""
     n = inputs.num_rows
     kv_write(k[:n], v[:n], cache, inputs.kv_rows, inputs.started_blocks)
-    plans = inputs.window_plans if kind.windowed else inputs.plans
-    scale, cap = config.query_scale, config.attention_softcap
     parts = [paged_attention(q, cache, plan, scale, cap) for plan in plans]
     if n < q.shape[0]:
         parts.append(q.new_zeros(q.shape[0] - n, *q.shape[1:]))

@@ -51,10 +51,7 @@ class SafetensorsSource:
         if quantization:
             self._parts = {place: part for place, part in self._parts.items() if not self._says_nothing(place)}
         self.shapes = {place: part.shape for place, part in self._parts.items()}
-        digest = hashlib.sha256((folder / "config.json").read_bytes())
-        for path in paths:
-            digest.update(file_identity(path, _header_bytes(path)))
-        self.identity = digest.hexdigest()
+        self.identity = folder_identity(folder)
 
     def read_into(self, name: str, out: torch.Tensor) -> None:
         row_bytes = 4 * max(1, out[0].numel())
@@ -135,6 +132,14 @@ def _refuse_doubles(path: Path) -> None:
     with open(path, "rb") as file:
         header = file.read(_header_bytes(path))[8:]
     json.loads(header, object_pairs_hook=unique)  # the library has read it as JSON before
+
+
+def folder_identity(folder: Path) -> str:
+    """Of files that can be opened."""
+    digest = hashlib.sha256((folder / "config.json").read_bytes())
+    for path in shard_paths(folder):
+        digest.update(file_identity(path, _header_bytes(path)))
+    return digest.hexdigest()
 
 
 def shard_paths(folder: Path) -> list[Path]:
