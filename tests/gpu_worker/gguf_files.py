@@ -23,15 +23,16 @@ def halves_to_pairs(rows: torch.Tensor, heads: int) -> torch.Tensor:
 
 def write_gguf(
     model: transformers.PreTrainedModel, path: Path, arch: str = "llama", type_name: str = "F32",
-    changes: dict[str, torch.Tensor | None] | None = None, types: dict[str, str] | None = None,
+    changes: dict[str, torch.Tensor | None] | None = None, types: dict[str, str] | None = None, apart: bool = False,
 ) -> None:  # fmt: skip
     """type_name is of the matrices, but for those in types.
 
+    apart: latent attention's up-projections are two tensors, and sizes of heads have names of their own.
     changes replace (or, with None, drop) tensors by their Hugging Face names, as types names them.
     """
     config = model.config
     writer = gguf.GGUFWriter(path, arch)
-    _add_metadata(writer, config)
+    _add_metadata(writer, config, apart)
     _add_family_metadata(writer, config, arch)
     names = gguf.get_tensor_name_map(ARCHITECTURES[arch], config.num_hidden_layers)
     tensors: dict[str, Any] = dict(model.state_dict())
@@ -56,6 +57,8 @@ def _converted(name: str, tensor: torch.Tensor, config: Any, arch: str) -> Itera
         yield f"{at}up_exps.weight", up
     elif name.endswith(".experts.down_proj"):
         yield f"blk.{name.split('.')[2]}.ffn_down_exps.weight", tensor
+    elif name.endswith("e_score_correction_bias"):
+        yield name.replace("correction_bias", "correction.bias"), tensor
     elif arch in PAIRS and ".q_proj." in name:
         yield name, halves_to_pairs(tensor, config.num_attention_heads)
     elif arch in PAIRS and ".k_proj." in name:
@@ -66,7 +69,7 @@ def _converted(name: str, tensor: torch.Tensor, config: Any, arch: str) -> Itera
         yield name, tensor
 
 
-def _add_metadata(writer: gguf.GGUFWriter, config: Any) -> None:
+def _add_metadata(writer: gguf.GGUFWriter, config: Any, apart: bool) -> None:
     heads = config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
     rope = config.rope_parameters.get("full_attention", config.rope_parameters)
@@ -75,9 +78,14 @@ def _add_metadata(writer: gguf.GGUFWriter, config: Any) -> None:
     writer.add_embedding_length(config.hidden_size)
     writer.add_feed_forward_length(config.intermediate_size)
     writer.add_head_count(heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_key_length(head_dim)
-    writer.add_value_length(head_dim)
+    writer.add_head_count_kv(1 if apart else config.num_key_value_heads)
+    key_length, value_length = getattr(config, "qk_head_dim", head_dim), getattr(config, "v_head_dim", head_dim)
+    if apart:
+        writer.add_key_length_mla(key_length)
+        writer.add_value_length_mla(value_length)
+        key_length, value_length = config.kv_lora_rank + config.qk_rope_head_dim, config.kv_lora_rank
+    writer.add_key_length(key_length)
+    writer.add_value_length(value_length)
     writer.add_rope_dimension_count(int(head_dim * rope.get("partial_rotary_factor", 1.0)))
     writer.add_rope_freq_base(rope["rope_theta"])
     if rope["rope_type"] == "linear":
@@ -107,6 +115,8 @@ def _add_family_metadata(writer: gguf.GGUFWriter, config: Any, arch: str) -> Non
     if arch == "olmo2" and getattr(config, "sliding_window", None):
         writer.add_sliding_window(config.sliding_window)
         writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config.layer_types])
+    if arch == "deepseek2":
+        _add_deepseek_metadata(writer, config)
     if (num_experts := getattr(config, "num_local_experts", 0) or getattr(config, "num_experts", 0)) > 0:
         writer.add_expert_count(num_experts)
         writer.add_expert_used_count(config.num_experts_per_tok)
@@ -122,6 +132,24 @@ def _add_family_metadata(writer: gguf.GGUFWriter, config: Any, arch: str) -> Non
         for kind in ("long", "short"):
             factors = np.array(config.rope_parameters[f"{kind}_factor"], dtype=np.float32)
             writer.add_tensor(f"rope_factors_{kind}.weight", factors)
+
+
+def _add_deepseek_metadata(writer: gguf.GGUFWriter, config: Any) -> None:
+    writer.add_kv_lora_rank(config.kv_lora_rank)
+    if config.q_lora_rank:
+        writer.add_q_lora_rank(config.q_lora_rank)
+    writer.add_leading_dense_block_count(config.first_k_dense_replace)
+    writer.add_expert_shared_count(config.n_shared_experts)
+    writer.add_expert_weights_scale(config.routed_scaling_factor)
+    by_sigmoid = config.model_type == "deepseek_v3"
+    kinds = gguf.ExpertGatingFuncType
+    writer.add_expert_gating_func(kinds.SIGMOID if by_sigmoid else kinds.SOFTMAX)
+    writer.add_expert_weights_norm(by_sigmoid)
+    if config.n_group:
+        writer.add_expert_group_count(config.n_group)
+        writer.add_expert_group_used_count(config.topk_group)
+    if all_dim := config.rope_parameters.get("mscale_all_dim"):
+        writer.add_rope_scaling_yarn_log_mul(0.1 * all_dim)
 
 
 def _add(writer: gguf.GGUFWriter, name: str, tensor: torch.Tensor, type_name: str) -> None:

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.gpu_worker.any_engine import load_torch, logits_along
 from tests.gpu_worker.gguf_files import write_gguf
-from tests.gpu_worker.tiny_models import MORE_ARCHITECTURES, VOCAB_SIZE, prompts, save
+from tests.gpu_worker.tiny_models import MORE_ARCHITECTURES, VOCAB_SIZE, YARN, prompts, save
 from tests.kernels.threads import torch_threads
 
 NUM_DECODED = 32
@@ -87,6 +87,13 @@ GGUF = {  # the file's name of the architecture, and what llama.cpp takes for gr
     "mixtral": ("llama", {}),
     "qwen2-moe": ("qwen2moe", {}),
     "qwen3-moe": ("qwen3moe", {"mlp_only_layers": []}),
+    "deepseek2": ("deepseek2", {}),
+    "deepseek2-groups": ("deepseek2", {}),
+    "deepseek3": ("deepseek2", {}),
+    "deepseek3-yarn": (
+        "deepseek2",
+        {"rope_interleave": True, "rope_parameters": YARN | {"mscale": 0.8, "mscale_all_dim": 0.8}},
+    ),
 }
 
 
@@ -98,6 +105,26 @@ def test_a_gguf_file_computes_the_same(tmp_path: Path, name: str) -> None:
         texts = [text + text[:3] for text in prompts(2, low=33, high=90)]
         want, got = (
             logits_along(load_torch(tmp_path / file, kv_cache_bytes=8 << 20), texts, [len(t) - 3 for t in texts])
+            for file in ("hf", "model.gguf")
+        )
+    torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
+
+
+def test_up_projections_may_lie_apart(tmp_path: Path) -> None:
+    """As newer files of DeepSeek's models have them, with the sizes of the one head in the cache."""
+    with torch_threads(1):
+        model = save("deepseek3", tmp_path / "hf")
+        config = model.config
+        parts: dict[str, torch.Tensor | None] = {}
+        for i, layer in enumerate(model.model.layers):
+            up = layer.self_attn.kv_b_proj.weight.detach().view(config.num_attention_heads, -1, config.kv_lora_rank)
+            parts[f"model.layers.{i}.self_attn.kv_b_proj.weight"] = None
+            parts[f"blk.{i}.attn_k_b.weight"] = up[:, : config.qk_nope_head_dim].transpose(1, 2).contiguous()
+            parts[f"blk.{i}.attn_v_b.weight"] = up[:, config.qk_nope_head_dim :].contiguous()
+        write_gguf(model, tmp_path / "model.gguf", "deepseek2", changes=parts, apart=True)
+        texts = prompts(2, low=33, high=60)
+        want, got = (
+            logits_along(load_torch(tmp_path / file, kv_cache_bytes=8 << 20), texts, [len(t) for t in texts])
             for file in ("hf", "model.gguf")
         )
     torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)

@@ -30,7 +30,7 @@ from tests.gateway.mixed_strings import mixed_strings
 from tests.gpu_worker.any_engine import last_logits, load_torch
 from tests.gpu_worker.quantized_folders import quantize as quantize_folder
 from tests.gpu_worker.test_default_model import model_path
-from tests.gpu_worker.tiny_models import ARCHITECTURES, MORE_ARCHITECTURES, prompts, save
+from tests.gpu_worker.tiny_models import ARCHITECTURES, MORE_ARCHITECTURES, YARN, prompts, save
 from tests.kernels.threads import torch_threads
 
 ALL = ARCHITECTURES | MORE_ARCHITECTURES
@@ -40,7 +40,7 @@ UNSAID = {
     "qwen2-windows": "layers",
     "smollm3": "layers",
     "smollm3-untied": "layers",
-    **dict.fromkeys((name for name in ALL if name.startswith("deepseek")), "no GGUF form"),
+    "deepseek3-yarn": "latent",
     "gemma2": "attention_scale",
     "qwen3-moe-tied": "experts",
 }
@@ -51,6 +51,10 @@ GGUF_CHANGES = {
     "gemma3": {"num_hidden_layers": 6, "sliding_window_pattern": 6, "query_pre_attn_scalar": 16},
     "gemma3-linear": {"num_hidden_layers": 6, "sliding_window_pattern": 6, "query_pre_attn_scalar": 16},
     "qwen3-moe-tied": {"norm_topk_prob": True},
+    "deepseek3-yarn": {
+        "rope_interleave": True,
+        "rope_parameters": YARN | {"mscale": 0.8, "mscale_all_dim": 0.8},
+    },
 }
 
 
@@ -70,7 +74,9 @@ def test_there_and_back(tmp_path: Path, name: str) -> None:
             torch.testing.assert_close(logits_of(path, texts), want, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("name", ["llama-rope3", "gemma2", "mixtral", "phi3-longrope", "qwen3-moe-tied", "olmo2"])
+@pytest.mark.parametrize(
+    "name", ["llama-rope3", "gemma2", "mixtral", "phi3-longrope", "qwen3-moe-tied", "olmo2", "deepseek2-groups"]
+)
 def test_transformers_reads_our_folder(tmp_path: Path, name: str) -> None:
     with torch_threads(1):
         model = save(name, tmp_path / "hf", **GGUF_CHANGES.get(name, {}))

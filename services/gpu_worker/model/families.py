@@ -65,6 +65,7 @@ class Family:
     names: Mapping[str, str] = field(default_factory=lambda: LLAMA_NAMES)
     fused: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # name -> places whose rows it holds in turn
     gguf_pairs: bool = False  # GGUF stores the rows of a head's query and key in rotary pairs, not in halves
+    gguf_names: Mapping[str, str] = field(default_factory=dict)  # of a layer, where they are others
     gguf_fused: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     # what only llama.cpp's code says of GGUF files
     gguf_no_rope_every: int = 0
@@ -225,6 +226,10 @@ DEEPSEEK3 = Family(
         "shared.up": "mlp.shared_experts.up_proj",
         "shared.down": "mlp.shared_experts.down_proj",
     }),
+    gguf_names={
+        "q_a": "attn_q_a", "q_norm": "attn_q_a_norm", "q_b": "attn_q_b", "kv_a": "attn_kv_a_mqa",
+        "k_norm": "attn_kv_a_norm", "kv_b": "attn_kv_b", "k_b": "attn_k_b", "v_b": "attn_v_b", "choice": "exp_probs_b",
+    },
 )  # fmt: skip
 DEEPSEEK2 = replace(
     DEEPSEEK3, scoring="softmax", reads=(DEEPSEEK3.reads - _reads("rope_interleave")) | _reads("topk_method"),
@@ -272,5 +277,6 @@ GGUF_FAMILIES: Mapping[str, Family] = {
     "starcoder2": STARCODER2,
     "qwen2moe": QWEN2_MOE,
     "qwen3moe": QWEN3_MOE,
+    "deepseek2": DEEPSEEK3,  # the second version too
 }
 GGUF_WINDOWED: Mapping[str, Family] = {"olmo2": OLMO3}  # what these architectures are in files with a sliding window

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -11,6 +12,7 @@ from services.gpu_worker.model.config import (
     ConfigError,
     ExpertConfig,
     Keys,
+    LatentConfig,
     LayerKind,
     ModelConfig,
     RopeConfig,
@@ -23,6 +25,8 @@ ROPE_FACTORS = {  # names of tensors
     "rope_factors_short.weight": "short_factors",
     "rope_factors_long.weight": "long_factors",
 }
+
+_GATING = {1: "softmax", 2: "sigmoid"}
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -48,8 +52,12 @@ def config_from_gguf(metadata: Mapping[str, Any], tensors: Shapes) -> ModelConfi
     num_layers = keys.need("block_count", int)
     if not 1 <= num_layers <= MAX_LAYERS:
         raise ConfigError(f"{prefix}block_count: {num_layers} is not a sane size")
-    head_dim = keys.take("attention.key_length", int, hidden_size // max(1, num_heads))
-    keys.expect("attention.value_length", head_dim)
+    latent = _latent(keys)
+    if latent is None:
+        head_dim = keys.take("attention.key_length", int, hidden_size // max(1, num_heads))
+        keys.expect("attention.value_length", head_dim)
+    else:
+        head_dim = latent.nope_dim + latent.rope_dim
     if family.gguf_pairs:  # the rows of whole heads have been reordered
         keys.expect("rope.dimension_count", head_dim)
     rotary_dim = keys.take("rope.dimension_count", int, head_dim)
@@ -63,7 +71,7 @@ def config_from_gguf(metadata: Mapping[str, Any], tensors: Shapes) -> ModelConfi
         intermediate_size=_feed_forward_length(keys, experts),
         num_layers=num_layers,
         num_heads=num_heads,
-        num_kv_heads=keys.take("attention.head_count_kv", int, num_heads),
+        num_kv_heads=_num_kv_heads(keys, num_heads, latent),
         head_dim=head_dim,
         norm_eps=keys.need(f"attention.layer_norm{'_rms' if family.norm == 'rms' else ''}_epsilon", float),
         max_position_embeddings=keys.need("context_length", int),
@@ -79,7 +87,9 @@ def config_from_gguf(metadata: Mapping[str, Any], tensors: Shapes) -> ModelConfi
         qk_norm=family.qk_norm,
         activation=family.gguf_activation,
         gated=family.gated,
-        attention_scale=_attention_scale(keys, family, num_layers, hidden_size, num_heads),
+        attention_scale=_attention_scale(keys, family, num_layers, hidden_size, num_heads)
+        if latent is None
+        else _latent_scale(keys, head_dim, rope),
         attention_softcap=keys.take("attn_logit_softcapping", float, family.assumes.get("attn_logit_softcapping", 0.0)),
         logit_softcap=keys.take("final_logit_softcapping", float, family.assumes.get("final_logit_softcapping", 0.0)),
         sliding_window=window,
@@ -87,10 +97,44 @@ def config_from_gguf(metadata: Mapping[str, Any], tensors: Shapes) -> ModelConfi
         residual_scale=_scale(keys, family, "residual_scale", 1.0),
         logit_scale=1.0 / (_scale(keys, family, "logit_scale", 1.0) or 1.0),
         experts=experts,
+        latent=latent,
     )
     keys.expect("use_parallel_residual", False)
     keys.finish(frozenset())
     return config
+
+
+def _latent(keys: Keys) -> LatentConfig | None:
+    """Newer files say sizes of heads with `_mla`, and beside them those of the one head in the cache."""
+    if not keys.has("attention.kv_lora_rank"):
+        return None
+    rank, rope_dim = keys.need("attention.kv_lora_rank", int), keys.need("rope.dimension_count", int)
+    suffix = ""
+    if keys.has("attention.key_length_mla"):
+        suffix = "_mla"
+        keys.expect("attention.key_length", rank + rope_dim)
+        keys.expect("attention.value_length", rank)
+    return LatentConfig(
+        rank=rank,
+        rope_dim=rope_dim,
+        nope_dim=keys.need(f"attention.key_length{suffix}", int) - rope_dim,
+        value_dim=keys.need(f"attention.value_length{suffix}", int),
+        q_rank=keys.take("attention.q_lora_rank", int, 0),
+    )
+
+
+def _num_kv_heads(keys: Keys, num_heads: int, latent: LatentConfig | None) -> int:
+    count = keys.take("attention.head_count_kv", int, num_heads)
+    if latent is not None and count not in (1, num_heads):
+        raise ConfigError(f"attention.head_count_kv: {count} with latent attention")
+    return int(count) if latent is None else num_heads
+
+
+def _latent_scale(keys: Keys, head_dim: int, rope: RopeConfig) -> float:
+    sharper = 1.0
+    if rope.kind == "yarn" and rope.factor > 1:
+        sharper += keys.take("rope.scaling.yarn_log_multiplier", float, 0.0) * math.log(rope.factor)
+    return float(head_dim**-0.5 * sharper * sharper)
 
 
 def with_rope_factors(config: ModelConfig, factors: Mapping[str, tuple[float, ...]]) -> ModelConfig:
@@ -172,16 +216,27 @@ def _experts(keys: Keys, family: Family, tensors: Shapes) -> ExpertConfig | None
     num_used = keys.take("expert_used_count", int, 0)
     size = keys.take("expert_feed_forward_length", int, 0)
     shared_size = keys.take("expert_shared_feed_forward_length", int, 0)
-    for key in ("expert_group_count", "expert_group_used_count"):
-        keys.expect(key, 0, 1)
+    groups, used_groups = (keys.take(f"expert_group_{name}", int, 1) or 1 for name in ("count", "used_count"))
+    keys.take("leading_dense_block_count", int)  # tensors show it
     if not num_experts:
         return None
     has_shared = any(name.endswith(".ffn_up_shexp.weight") for name in tensors)
+    deepseek, gating = "n_routed_experts" in family.reads, keys.take("expert_gating_func", int, 1)
+    if gating not in _GATING:
+        raise ConfigError(f"expert_gating_func: {gating} is not supported (known: 1, softmax, and 2, sigmoid)")
+    if deepseek:
+        shared_size = keys.take("expert_shared_count", int, 0) * size
     return ExpertConfig(
         num_experts=num_experts,
         num_used=num_used,
         intermediate_size=size or keys.need("feed_forward_length", int),
-        renormalize=family.renormalize,
+        scoring=_GATING[gating],
+        renormalize=keys.take("expert_weights_norm", bool, family.renormalize and not deepseek),
+        scale=keys.take("expert_weights_scale", float, 1.0) or 1.0,
+        choice_bias=any(name.endswith(".exp_probs_b.bias") for name in tensors),
+        num_groups=groups,
+        num_used_groups=used_groups,
+        group_score="max" if _GATING[gating] == "softmax" else "top2",
         shared_size=shared_size if has_shared else 0,
         shared_gate=any(name.endswith(".ffn_gate_inp_shexp.weight") for name in tensors),
     )
@@ -194,13 +249,14 @@ def _rope(keys: Keys) -> RopeConfig:
     kind = keys.take("rope.scaling.type", str, "none" if factor == 1.0 else "linear")
     original = keys.take("rope.scaling.original_context_length", int, 0)
     attention = keys.take("rope.scaling.attn_factor", float, 1.0)
+    of_scores = keys.take("rope.scaling.yarn_log_multiplier", float, 0.0)  # then it is not of the rotary tables
     keys.expect("rope.scaling.finetuned", True, False)
     if kind == "linear":
         return RopeConfig(theta, kind, factor)
     if kind == "yarn":
         return RopeConfig(
             theta, kind, factor, original_max_position=max(1, original or keys.need("context_length", int)),
-            attention_factor=attention * yarn_scale(factor),
+            attention_factor=attention * (1.0 if of_scores else yarn_scale(factor)),
             beta_fast=keys.take("rope.scaling.yarn_beta_fast", float, 32.0),
             beta_slow=keys.take("rope.scaling.yarn_beta_slow", float, 1.0),
         )  # fmt: skip

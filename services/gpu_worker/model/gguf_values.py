@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 
-from services.gpu_worker.model.config import ConfigError, ModelConfig, RopeConfig
-from services.gpu_worker.model.families import GGUF_FAMILIES, GGUF_WINDOWED, LLAMA, MISTRAL, MIXTRAL, Family
+from services.gpu_worker.model.config import ConfigError, ExpertConfig, LatentConfig, ModelConfig, RopeConfig
+from services.gpu_worker.model.families import (
+    DEEPSEEK2,
+    DEEPSEEK3,
+    GGUF_FAMILIES,
+    GGUF_WINDOWED,
+    LLAMA,
+    MISTRAL,
+    MIXTRAL,
+    Family,
+)
 from services.gpu_worker.model.hf_rope import yarn_scale
 from services.gpu_worker.model.rope import rope_frequencies
 
 
 def gguf_family_of(family: Family) -> tuple[str, Family]:
     """The file's name of the architecture; ConfigError where llama.cpp has none that we know."""
-    family = LLAMA if family in (MISTRAL, MIXTRAL) else family
+    family = LLAMA if family in (MISTRAL, MIXTRAL) else DEEPSEEK3 if family is DEEPSEEK2 else family
     known = (*GGUF_FAMILIES.items(), *GGUF_WINDOWED.items())
     found = next((arch for arch, one in known if one is family), None)
     if found is None:
@@ -60,9 +70,40 @@ def gguf_values(config: ModelConfig, arch: str, family: Family) -> dict[str, Any
         values |= {"expert_count": experts.num_experts, "expert_used_count": experts.num_used}
         if family is not LLAMA:
             values["expert_feed_forward_length"] = experts.intermediate_size
-        if experts.shared_size:
+        if family is DEEPSEEK3:
+            values |= _deepseek_experts(config, experts)
+        elif experts.shared_size:
             values["expert_shared_feed_forward_length"] = experts.shared_size
+    if (latent := config.latent) is not None:
+        values |= _latent(config, latent)
     return {f"{arch}.{key}": value for key, value in values.items()}
+
+
+def _deepseek_experts(config: ModelConfig, experts: ExpertConfig) -> dict[str, Any]:
+    return {
+        "leading_dense_block_count": [kind.sparse for kind in config.layers].index(True),
+        "expert_shared_count": experts.shared_size // experts.intermediate_size,
+        "expert_gating_func": 1 if experts.scoring == "softmax" else 2,
+        "expert_weights_norm": experts.renormalize,
+        "expert_weights_scale": experts.scale,
+        "expert_group_count": experts.num_groups,
+        "expert_group_used_count": experts.num_used_groups,
+    }
+
+
+def _latent(config: ModelConfig, latent: LatentConfig) -> dict[str, Any]:
+    values: dict[str, Any] = {
+        "attention.kv_lora_rank": latent.rank,
+        "attention.key_length": latent.nope_dim + latent.rope_dim,
+        "attention.value_length": latent.value_dim,
+    }
+    if latent.q_rank:
+        values["attention.q_lora_rank"] = latent.q_rank
+    sharper = math.sqrt(config.query_scale * math.sqrt(config.head_dim))
+    if config.rope.kind == "yarn" and not math.isclose(sharper, 1.0, rel_tol=1e-7):
+        values["rope.scaling.yarn_log_multiplier"] = (sharper - 1.0) / math.log(config.rope.factor)
+        values["rope.scaling.attn_factor"] = config.rope.attention_factor
+    return values
 
 
 def _scaling(rope: RopeConfig) -> dict[str, Any]:

@@ -7,12 +7,13 @@ from dataclasses import replace
 from typing import Any
 
 from services.gpu_worker.model.config import ConfigError, ModelConfig, RopeConfig
-from services.gpu_worker.model.families import HF_FAMILIES, LLAMA, MISTRAL, MIXTRAL, Family
+from services.gpu_worker.model.families import DEEPSEEK2, DEEPSEEK3, HF_FAMILIES, LLAMA, MISTRAL, MIXTRAL, Family
 from services.gpu_worker.model.hf_config import ACTIVATIONS, config_from_hf
 from services.gpu_worker.model.same_config import check_same, same_frequencies
 
 _MODEL_TYPES = {
     "Gemma3ForCausalLM": "gemma3_text", "Qwen2MoeForCausalLM": "qwen2_moe", "Qwen3MoeForCausalLM": "qwen3_moe",
+    "DeepseekV2ForCausalLM": "deepseek_v2", "DeepseekV3ForCausalLM": "deepseek_v3",
 }  # fmt: skip
 _LLAMA3 = tuple(  # factors of llama3 scaling that models were published with
     RopeConfig(kind="llama3", factor=factor, original_max_position=8192) for factor in (8.0, 16.0, 32.0)
@@ -26,6 +27,8 @@ def architecture(family: Family, config: ModelConfig) -> str:
         family = MIXTRAL
     elif family is LLAMA and any(kind.windowed for kind in config.layers):
         family = MISTRAL
+    elif family is DEEPSEEK3 and config.experts is not None and config.experts.scoring == "softmax":
+        family = DEEPSEEK2
     return next(name for name, known in HF_FAMILIES.items() if known is family)
 
 
@@ -43,7 +46,7 @@ def hf_values(config: ModelConfig, family: Family, dtype: str) -> dict[str, Any]
         "num_hidden_layers": config.num_layers,
         "num_attention_heads": config.num_heads,
         "num_key_value_heads": config.num_kv_heads,
-        "head_dim": config.head_dim,
+        "head_dim": config.head_dim if config.latent is None else config.latent.rope_dim,
         "max_position_embeddings": config.max_position_embeddings,
         family.eps_key: config.norm_eps,
         family.activation_key: _NAME_OF[config.activation],
@@ -93,6 +96,22 @@ def _own_values(config: ModelConfig) -> dict[str, Any]:
             "decoder_sparse_step": 1,
             "mlp_only_layers": dense,
             "shared_expert_intermediate_size": experts.shared_size,
+            "n_routed_experts": experts.num_experts,
+            "n_shared_experts": experts.shared_size // experts.intermediate_size,
+            "first_k_dense_replace": len(dense),
+            "n_group": experts.num_groups,
+            "topk_group": experts.num_used_groups,
+            "topk_method": "greedy" if experts.num_groups == 1 else "group_limited_greedy",
+            "routed_scaling_factor": experts.scale,
+        }
+    if (latent := config.latent) is not None:
+        values |= {
+            "kv_lora_rank": latent.rank,
+            "q_lora_rank": latent.q_rank or None,
+            "qk_rope_head_dim": latent.rope_dim,
+            "qk_nope_head_dim": latent.nope_dim,
+            "v_head_dim": latent.value_dim,
+            "rope_interleave": latent.in_pairs,
         }
     return values
 
@@ -115,11 +134,22 @@ def _scaling(config: ModelConfig) -> dict[str, Any]:
         values |= {"low_freq_factor": rope.low_freq_factor, "high_freq_factor": rope.high_freq_factor}
     if rope.kind == "yarn":
         values |= {"beta_fast": rope.beta_fast, "beta_slow": rope.beta_slow, "truncate": rope.truncate}
-    if rope.kind in ("yarn", "longrope"):
+    if config.latent is not None and rope.kind == "yarn":
+        values |= _yarn_of_scores(config)
+    elif rope.kind in ("yarn", "longrope"):
         values["attention_factor"] = rope.attention_factor
     if rope.kind == "longrope":
         values |= {"short_factor": list(rope.short_factors), "long_factor": list(rope.long_factors)}
     return values
+
+
+def _yarn_of_scores(config: ModelConfig) -> dict[str, Any]:
+    """DeepSeek's two numbers: scores grow by the second's factor twice, the tables by the first's over the second's."""
+    sharper = math.sqrt(config.query_scale * math.sqrt(config.head_dim))
+    step = 0.1 * math.log(config.rope.factor)
+    if math.isclose(sharper, 1.0, rel_tol=1e-7):
+        return {"attention_factor": config.rope.attention_factor}
+    return {"mscale": (config.rope.attention_factor * sharper - 1.0) / step, "mscale_all_dim": (sharper - 1.0) / step}
 
 
 def _without_factors(config: ModelConfig) -> RopeConfig:

@@ -84,12 +84,12 @@ def _latent_layer(
     ffn: FeedForwardWeights | ExpertWeights,
 ) -> LayerWeights:  # fmt: skip
     heads, hidden, rank = config.num_heads, config.hidden_size, latent.rank
-    head_rows, up_rows = latent.nope_dim + latent.rope_dim, latent.nope_dim + latent.value_dim
+    head_rows = latent.nope_dim + latent.rope_dim
     q_order = torch.arange(heads * head_rows).view(heads, -1)[:, _turned_last(latent, latent.nope_dim)].flatten()
     q_down = torch.arange(latent.q_rank) if latent.q_rank else q_order
     order = torch.cat((q_down, len(q_down) + _turned_last(latent, rank)))
     down = [(f"{at}q_a" if latent.q_rank else f"{at}q", len(q_down)), (f"{at}kv_a", latent.row)]
-    up = reader.weight([(f"{at}kv_b", heads * up_rows)], rank).view(heads, up_rows, rank)
+    key_up, value_up = _up_projections(reader, latent, heads, at)
     product = reader.placement.product
     return LayerWeights(
         **norms,
@@ -100,10 +100,20 @@ def _latent_layer(
         ffn=ffn,
         latent=LatentWeights(
             q_up=reader.linear([(f"{at}q_b", len(q_order))], latent.q_rank, False, q_order) if latent.q_rank else None,
-            key_up=tuple(product(head[: latent.nope_dim].t().contiguous(), None) for head in up),
-            value_up=tuple(product(head[latent.nope_dim :].contiguous(), None) for head in up),
+            key_up=tuple(product(head.contiguous(), None) for head in key_up),
+            value_up=tuple(product(head.contiguous(), None) for head in value_up),
         ),
     )
+
+
+def _up_projections(reader: _Reader, latent: LatentConfig, heads: int, at: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of keys [H, rank, nope_dim] and of values [H, value_dim, rank]; files have them as one or apart."""
+    rank, nope = latent.rank, latent.nope_dim
+    if f"{at}k_b.weight" in reader.source.shapes:
+        key = reader.weight([(f"{at}k_b", heads * rank)], nope).view(heads, rank, nope)
+        return key, reader.weight([(f"{at}v_b", heads * latent.value_dim)], rank).view(heads, -1, rank)
+    up = reader.weight([(f"{at}kv_b", heads * (nope + latent.value_dim))], rank).view(heads, -1, rank)
+    return up[:, :nope].transpose(1, 2), up[:, nope:]
 
 
 def _turned_last(latent: LatentConfig, first: int) -> torch.Tensor:

@@ -110,7 +110,8 @@ def hf_names(family: Family, config: ModelConfig) -> Names:
 
 def gguf_names(family: Family, config: ModelConfig) -> Names:
     fused_places = {place for places in family.gguf_fused.values() for place in places}
-    layer = {place: name for place, name in GGUF_LAYER.items() if place not in fused_places}
+    named = {**GGUF_LAYER, **family.gguf_names}
+    layer = {place: name for place, name in named.items() if place not in fused_places}
     return Names(GGUF_TOP, "blk.", layer, {**family.gguf_fused, **GGUF_FUSED}, _num_experts(config))
 
 
@@ -178,6 +179,8 @@ def _num_rows(place: str, config: ModelConfig) -> int:
         return config.num_kv_heads * config.head_dim
     if part == "down":
         return config.hidden_size
+    if config.latent is not None and part in ("k_b", "v_b"):
+        return config.num_heads * (config.latent.rank if part == "k_b" else config.latent.value_dim)
     if ".experts." in place:
         assert config.experts is not None
         return config.experts.intermediate_size

@@ -17,7 +17,7 @@ from services.gpu_worker.weights.source import CHUNK_BYTES, WeightsError, Weight
 
 TYPES = {"int8": "Q8_0", "int4": "Q4_0", "fp8": "F16"}  # as which native kernels hold them
 _SAME = {"int8": ("Q8_0",), "int4": ("Q4_0",), "fp8": ("fp8", "fbgemm_fp8")}
-_LINEARS = ("q", "k", "v", "q_a", "q_b", "kv_a", "kv_b", "out", "gate", "up", "down")
+_LINEARS = ("q", "k", "v", "q_a", "q_b", "kv_a", "kv_b", "k_b", "v_b", "out", "gate", "up", "down")
 
 
 def is_quantized(place: str) -> bool:

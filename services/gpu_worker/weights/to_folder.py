@@ -52,7 +52,9 @@ def _tensors(
         if name in done:
             continue
         done.add(name)
-        places = names.places(name) or (place,)
+        places = names.places(name)
+        if not places:
+            raise WeightsError(f"tensor {source.file_name(place)!r} has no place in the other format")
         yield name, torch.cat([_read(source, p, norm_offset, dtype) for p in places])
 
 

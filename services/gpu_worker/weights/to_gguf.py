@@ -71,7 +71,9 @@ def _plan(source: WeightSource, names: Names, type_name: str) -> Iterator[_Plann
         if name in done:
             continue
         done.add(name)
-        places = names.places(name) or (place,)
+        places = names.places(name)
+        if not places:
+            raise WeightsError(f"tensor {source.file_name(place)!r} has no place in the other format")
         if missing := [p for p in places if p not in source.shapes]:
             raise WeightsError(f"tensor {source.file_name(missing[0])!r} is missing")
         yield _Planned(TensorHead(name, _shape(source, places, name), _type(source, place, type_name)), places)
