@@ -3,7 +3,8 @@
     python -m tests.bench.speculation [--config JSON] [--rounds N] [--concurrency 1,16] [--kinds edit,random]
 
 A line of JSON for each kind and number of sequences: tokens a second without, and the ratio with, of the same round;
-the median, the smallest and the largest. The tokens are compared too. Default model, native engine, greedy.
+the median, the smallest and the largest; and that of processor time, which other work on the machine changes less. The
+tokens are compared too. Default model, native engine, greedy.
 """
 
 from __future__ import annotations
@@ -49,8 +50,8 @@ class Side:
         self._speculator = Speculator(config, measure_rows(engine)) if config else None
         self._cost = measure(engine)
 
-    def run(self, prompts: list[list[int]], concurrency: int) -> tuple[float, list[list[int]]]:
-        """Seconds, and what each has drawn."""
+    def run(self, prompts: list[list[int]], concurrency: int) -> tuple[float, float, list[list[int]]]:
+        """Seconds, those of the processors, and what each has drawn."""
         running = RunningSet(self._engine.info, Budget(512, 64, 512), lambda p, v: None, self._speculator,
                              enable_prefix_caching=False)  # fmt: skip
         loop = EngineLoop(self._engine, running, cost=self._cost, overlap=leaves_one_free(num_cores()))
@@ -59,7 +60,7 @@ class Side:
         num_blocks = -(-(max(map(len, prompts)) + NUM_OUTPUT) // size)
         places = list(range(concurrency))
         holders: dict[str, int] = {}
-        started = time.perf_counter()
+        started, cpu_started = time.perf_counter(), time.process_time()
         while waiting or running.sequences:
             while waiting and places:
                 number, prompt = waiting.pop(0)
@@ -80,7 +81,8 @@ class Side:
                     answers[seq.sid] = seq.token_ids[seq.num_prompt_tokens :]
                     places.append(holders[seq.sid])
             running.outbox.acknowledged(running.outbox.carry(set()))
-        return time.perf_counter() - started, [answers[f"r{n}.0"] for n in range(len(prompts))]
+        seconds, cpu_s = time.perf_counter() - started, time.process_time() - cpu_started
+        return seconds, cpu_s, [answers[f"r{n}.0"] for n in range(len(prompts))]
 
     def drafted(self) -> tuple[int, int]:
         counts = self._speculator.counts if self._speculator else None
@@ -114,18 +116,20 @@ def main() -> int:
         for kind in args.kinds.split(","):
             without, with_it = (Side(engine, c, args.temperature, stops) for c in (None, parse(args.config)))
             prompts = prompts_of(kind, tokenizer, args.num or max(2, concurrency), random.Random(1))
-            rates, ratios, same = [], [], True
+            rates, ratios, cpu_ratios, same = [], [], [], True
             for _ in range(args.rounds):
-                seconds, want = without.run(prompts, concurrency)
-                quicker, got = with_it.run(prompts, concurrency)
+                seconds, cpu_s, want = without.run(prompts, concurrency)
+                seconds_with, cpu_s_with, got = with_it.run(prompts, concurrency)
                 rates.append(sum(map(len, want)) / seconds)
-                ratios.append(seconds / quicker)
+                ratios.append(seconds / seconds_with)
+                cpu_ratios.append(cpu_s / cpu_s_with)
                 same = same and got == want
             drafted, accepted = with_it.drafted()
             line = {
                 "kind": kind, "concurrency": concurrency, "tok_s_without": round(statistics.median(rates), 1),
                 "ratio": round(statistics.median(ratios), 3), "from": round(min(ratios), 3),
                 "to": round(max(ratios), 3),
+                "cpu_ratio": round(statistics.median(cpu_ratios), 3),
                 "drafted": drafted, "accepted": accepted, "same_tokens": same,
             }  # fmt: skip
             sys.stdout.write(json.dumps(line) + "\n")
