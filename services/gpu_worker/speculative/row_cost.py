@@ -1,18 +1,19 @@
 """What a step costs by its rows, learnt from those that ran. *Pure.*
 
 Rows have a price relative to each other (the shape), which a machine hardly changes, and steps have a level, which
-changes with what else runs and how long contexts are. Both are learnt from every step, and only ratios are used. What
-has not been seen for long is forgotten, and what is unknown is taken for cheap: so it is tried again now and then, for
-the price of a step or two.
+changes with what else runs and how long contexts are. Both are learnt from every step, and only ratios are used. More
+rows than were seen are taken to cost what rows between those did. What has not been seen for long is forgotten, and
+where only one size is known, the next one of GRID is taken for as cheap: so it is tried now and then.
 """
 
 from __future__ import annotations
 
 import bisect
 
-GRID = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 56, 64, 80, 96, 128, 192, 256, 512, 1024, 4096)
+# Of few rows every number: one more would seem to cost nothing beside another that is filed in the same place.
+GRID: tuple[int, ...] = (*range(1, 65), 72, 80, 88, 96, 112, 128, 192, 256, 512, 1024, 4096)
 LEVEL_WEIGHT = 0.2  # of the newest step
-SHAPE_WEIGHT = 0.04
+SHAPE_WEIGHT = 0.05
 KEPT_STEPS = 512  # after so many without another, what a step of some rows cost is not known any more
 
 
@@ -58,8 +59,11 @@ class RowCost:
         if i == 0:
             return shape[known[0]] * num_rows / known[0]
         low = known[i - 1]
+        if i == len(known) == 1:
+            return shape[low] * max(1.0, num_rows / GRID[min(GRID.index(low) + 1, len(GRID) - 1)])
         if i == len(known):
-            return shape[low] * max(1.0, num_rows / (2 * low))
+            slope = max(0.0, shape[low] - shape[known[0]]) / (low - known[0])
+            return shape[low] + slope * (num_rows - low)
         high = known[i]
         return shape[low] + (shape[high] - shape[low]) * (num_rows - low) / (high - low)
 
