@@ -86,7 +86,7 @@ async def test_a_whole_worker_serves_with_every_kernel(tmp_path: Path, redis_url
         "HEADRACE_MODEL": str(tmp_path), "HEADRACE_ENGINE": "auto", "HEADRACE_DEVICE": "cuda", "TRITON_INTERPRET": "1",
         "HEADRACE_KV_CACHE_BYTES": "1MiB",
     }  # fmt: skip
-    async with worker_process(redis_url, **settings) as worker:
+    async with worker_process(redis_url, starts_within_s=120.0, **settings) as worker:
         sid = await worker.bench.place(text, block_ids=range(8), max_tokens=3)
         await wait_until(lambda: worker.is_done(sid), timeout=120)
         assert await worker.bench.log(sid) == want

@@ -48,7 +48,7 @@ async def spawn(url: str, **variables: str) -> asyncio.subprocess.Process:
 
 
 @contextlib.asynccontextmanager
-async def worker_process(url: str, **variables: str) -> AsyncIterator[Process]:
+async def worker_process(url: str, *, starts_within_s: float = 20.0, **variables: str) -> AsyncIterator[Process]:
     """A worker process that a scheduler has taken over."""
     redis = connect(url)
     # never started: it lends its name to the bench
@@ -59,7 +59,7 @@ async def worker_process(url: str, **variables: str) -> AsyncIterator[Process]:
     await bench.join_others()
     process = await spawn(url, **variables)
     try:
-        await wait_until(lambda: redis.exists(bench.key("plan", "w-process")), timeout=20)
+        await wait_until(lambda: redis.exists(bench.key("plan", "w-process")), timeout=starts_within_s)
         bench.term, _ = await bench.scripts.take_lease("run", "w-process", SCHEDULER, 60_000)
         await bench.plan(TakeOver(term=bench.term, inbox=SCHEDULER))
         await wait_until(bench.inbox)
