@@ -8,20 +8,11 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.gpu.launch import CompileCase, launch, on_paper, target_of
-from kernels.gpu.split_k import (
-    BEST_MMA,
-    Tile,
-    add_splits,
-    empty_parts,
-    program_tile,
-    splits_of,
-    stages_of,
-    store_product,
-    tile_of,
-)
+from kernels.gpu.launch import CompileCase, launch, on_paper
+from kernels.gpu.split_k import BEST_MMA, Tile, plan_of, program_tile, store_product
 from kernels.matmul_a16 import matmul_a16
 from kernels.planar_weight import TILE, PlanarWeight
+from kernels.routing import Routing, choices_of, rows_of
 
 MAGIC = tl.constexpr(0x43800000)  # 256, as a float32
 PLANES = {2: (2, 0), 3: (2, 1), 4: (4, 0), 5: (4, 1), 6: (4, 2), 8: (8, 0)}
@@ -29,48 +20,53 @@ PLANES = {2: (2, 0), 3: (2, 1), 4: (4, 0), 5: (4, 1), 6: (4, 2), 8: (8, 0)}
 
 @triton.jit
 def _matmul_a16_kernel(
-    x_ptr,  # float [M, K], rows x_stride apart
-    low_ptr,  # uint8 [tiles, N, TILE LOW / 8]
-    high_ptr,  # uint8 [tiles, N, TILE HIGH / 8]; as low_ptr if HIGH is 0
-    words_ptr,  # int32 [words, N]
-    bias_ptr,  # float [N], or None
     y_ptr,  # float [M, N]
+    bias_ptr,  # float [N], or None
     parts_ptr,  # float32 [splits, M, N], or None: then y is written
+    slots_ptr,
+    experts_ptr,
+    num_tiles,
     num_tokens,
     num_rows,
+    num_splits,
+    x_ptr,  # float [rows of x, K], x_stride apart
+    low_ptr,  # uint8 [tiles, all rows, TILE LOW / 8]; all rows: N, or those of all experts
+    high_ptr,  # uint8 [tiles, all rows, TILE HIGH / 8]; as low_ptr if HIGH is 0
+    words_ptr,  # int32 [words, all rows]
+    all_rows,
     num_columns,
     x_stride,
     split_tiles,
-    num_splits,
     group_tiles,
+    ROWS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    ONE_SPLIT: tl.constexpr,
+    CHOICES: tl.constexpr,
     LOW: tl.constexpr,
     HIGH: tl.constexpr,
     GROUP: tl.constexpr,
     CENTRE: tl.constexpr,  # None: a word is a scale and an offset
     PIECE: tl.constexpr,
     TILE: tl.constexpr,
-    ROWS: tl.constexpr,
-    TOKENS: tl.constexpr,
-    ONE_SPLIT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """y = x W^T + bias: ROWS rows of W with TOKENS rows of x, over one split of the columns or all, one by one."""
-    tile_token, tile_row = program_tile(num_tokens, num_rows, TOKENS, ROWS)
-    token, row = tile_token * TOKENS + tl.arange(0, TOKENS), tile_row * ROWS + tl.arange(0, ROWS)
-    x_rows = x_ptr + token.to(tl.int64)[None, :] * x_stride
-    num_tiles = tl.cdiv(num_columns, TILE)
+    token, source, row, place, works = program_tile(
+        slots_ptr, experts_ptr, num_tiles, num_tokens, num_rows, ROWS, TOKENS, CHOICES
+    )
+    x_rows = x_ptr + source.to(tl.int64)[None, :] * x_stride
     first = tl.program_id(1)
-    last = num_splits
+    last = tl.where(works, num_splits, first)
     if parts_ptr is not None:
-        last = first + 1
+        last = tl.where(works, first + 1, first)
     total = tl.zeros([ROWS, TOKENS], tl.float32)
     for split in range(first, last):
         acc = tl.zeros([ROWS, TOKENS], tl.float32)
-        for tile in range(split * split_tiles, tl.minimum((split + 1) * split_tiles, num_tiles)):
+        for tile in range(split * split_tiles, tl.minimum((split + 1) * split_tiles, tl.cdiv(num_columns, TILE))):
             for piece in tl.static_range(TILE // PIECE):
                 w = weight_piece(
-                    low_ptr, high_ptr, words_ptr, tile, row, num_rows, group_tiles, piece, LOW, HIGH, GROUP, CENTRE,
-                    PIECE, TILE,
+                    low_ptr, high_ptr, words_ptr, tile, place, row < num_rows, all_rows, group_tiles, piece, LOW, HIGH,
+                    GROUP, CENTRE, PIECE, TILE,
                 )  # fmt: skip
                 column = tile * TILE + piece * PIECE + tl.arange(0, PIECE)
                 mask = (column < num_columns)[:, None] & (token < num_tokens)[None, :]
@@ -90,7 +86,8 @@ def weight_piece(
     words_ptr,
     tile,
     row,
-    num_rows,
+    is_row,
+    all_rows,
     group_tiles,
     piece: tl.constexpr,
     LOW: tl.constexpr,
@@ -100,14 +97,14 @@ def weight_piece(
     PIECE: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """PIECE columns of W in one group, float32 [ROWS, PIECE]; 0 where row is no row."""
+    """PIECE columns of W in one group, float32 [ROWS, PIECE]; rows are counted through all experts."""
     # One step of a code is 2^15 of the bits of a float between 256 and 512, or, of a byte's field that stays where it
     # is, 2^15 times its place.
     PLACE: tl.constexpr = piece * PIECE // (TILE * LOW // 8) * LOW
-    packed = plane_piece(low_ptr, tile, row, num_rows, piece, LOW, PIECE, TILE)
+    packed = plane_piece(low_ptr, tile, row, is_row, all_rows, piece, LOW, PIECE, TILE)
     if HIGH > 0:
         FIELD: tl.constexpr = piece * PIECE // (TILE * HIGH // 8) * HIGH
-        high = plane_piece(high_ptr, tile, row, num_rows, piece, HIGH, PIECE, TILE)
+        high = plane_piece(high_ptr, tile, row, is_row, all_rows, piece, HIGH, PIECE, TILE)
         bits = ((packed >> PLACE) & ((1 << LOW) - 1)) | (((high >> FIELD) & ((1 << HIGH) - 1)) << LOW)
     else:
         bits = packed & (((1 << LOW) - 1) << PLACE)
@@ -119,7 +116,7 @@ def weight_piece(
         word_row = tile * (TILE // GROUP) + piece * PIECE // GROUP
     else:
         word_row = tile * (TILE // GROUP // 2) + piece * PIECE // GROUP // 2
-    word = tl.load(words_ptr + (word_row * num_rows + row).to(tl.int64), mask=row < num_rows, other=0)
+    word = tl.load(words_ptr + (word_row * all_rows + row).to(tl.int64), mask=is_row, other=0)
     if CENTRE is None:
         scale = half_of(word, 0)
         offset = tl.fma(scale, 256.0 * UNIT, half_of(word, 1))
@@ -131,13 +128,13 @@ def weight_piece(
 
 @triton.jit
 def plane_piece(
-    ptr, tile, row, num_rows, piece: tl.constexpr, BITS: tl.constexpr, PIECE: tl.constexpr, TILE: tl.constexpr
+    ptr, tile, row, is_row, all_rows, piece: tl.constexpr, BITS: tl.constexpr, PIECE: tl.constexpr, TILE: tl.constexpr
 ):
     """That piece of each row of a tile, int32 [ROWS, PIECE]."""
     WIDTH: tl.constexpr = TILE * BITS // 8
     byte = piece * PIECE % WIDTH + tl.arange(0, PIECE)
-    places = (tile * num_rows + row).to(tl.int64)[:, None] * WIDTH + byte[None, :]
-    packed = tl.load(ptr + places, mask=(row < num_rows)[:, None], other=0)
+    places = (tile * all_rows + row).to(tl.int64)[:, None] * WIDTH + byte[None, :]
+    packed = tl.load(ptr + places, mask=is_row[:, None], other=0)
     return packed.to(tl.int32)
 
 
@@ -148,29 +145,22 @@ def half_of(word, number: tl.constexpr):
 
 
 def matmul_a16_triton(
-    x: torch.Tensor, weight: PlanarWeight, bias: torch.Tensor | None, to: torch.dtype
+    x: torch.Tensor, weight: PlanarWeight, bias: torch.Tensor | None, to: torch.dtype, routing: Routing | None = None
 ) -> torch.Tensor:
+    """With routing W has the rows of all experts, and x a row for each token or for each pair."""
     x = x if x.stride(1) == 1 else x.contiguous()
-    (num_tokens, columns), rows = x.shape, weight.out_features
-    y = torch.empty(num_tokens, rows, dtype=to, device=x.device)
-    splits, tile = splits_of(rows, columns, TILE), _tile(weight, num_tokens)
-    num_programs = triton.cdiv(num_tokens, tile.tokens) * triton.cdiv(rows, tile.rows)
-    parts = empty_parts(splits, num_programs, y)
-    shape = _shape(weight)
+    shape, columns, rows = _shape(weight), x.shape[1], weight.out_features
+    thin = shape["PIECE"] <= 16  # then more than 64 rows of W in a program did not compile well
+    plan = plan_of(x, rows_of(rows, routing), columns, TILE, to, routing, thin=thin)
     args = (
-        x, weight.low, weight.low if weight.high is None else weight.high, weight.words, bias, y, parts, num_tokens,
-        rows, columns, x.stride(0), splits.columns // TILE, splits.count, max(1, weight.group // TILE),
+        x, weight.low, weight.low if weight.high is None else weight.high, weight.words, rows, columns, x.stride(0),
+        plan.splits.columns // TILE, max(1, weight.group // TILE),
     )  # fmt: skip
-    launch(
-        _matmul_a16_kernel, (num_programs, 1 if parts is None else splits.count), args, one_mma=True,
-        all_registers=True, num_warps=tile.num_warps,
-        num_stages=stages_of(target_of(x), _stage_bytes(weight, tile, x.element_size())),
-        ROWS=tile.rows, TOKENS=tile.tokens, ONE_SPLIT=splits.count == 1 or parts is not None,
-        PRECISION="ieee" if x.dtype == torch.float32 else "tf32", **shape,
+    plan.launch(
+        _matmul_a16_kernel, args, bias=bias, stage_bytes=_stage_bytes(weight, plan.tile, x.element_size()),
+        CHOICES=choices_of(x, routing), PRECISION="ieee" if x.dtype == torch.float32 else "tf32", **shape,
     )  # fmt: skip
-    if parts is not None:
-        add_splits(parts, bias, y)
-    return y
+    return plan.y
 
 
 def _shape(weight: PlanarWeight) -> dict[str, Any]:
@@ -178,12 +168,6 @@ def _shape(weight: PlanarWeight) -> dict[str, Any]:
     piece = min(weight.group, *(TILE * bits // 8 for bits in (low, high) if bits))
     group = min(weight.group, TILE)
     return {"LOW": low, "HIGH": high, "GROUP": group, "CENTRE": weight.centre, "PIECE": piece, "TILE": TILE}
-
-
-def _tile(weight: PlanarWeight, num_tokens: int) -> Tile:
-    """Where pieces are thin, more than 64 rows of W in a program did not compile well."""
-    tile = tile_of(num_tokens, 64)
-    return tile if _shape(weight)["PIECE"] > 16 else Tile(64, tile.tokens, 4)
 
 
 def _stage_bytes(weight: PlanarWeight, tile: Tile, item: int) -> int:
@@ -212,8 +196,8 @@ def _write_out_kernel(
     places = w_ptr + row.to(tl.int64)[:, None] * num_columns
     for piece in tl.static_range(TILE // PIECE):
         w = weight_piece(
-            low_ptr, high_ptr, words_ptr, tile, row, num_rows, group_tiles, piece, LOW, HIGH, GROUP, CENTRE, PIECE,
-            TILE,
+            low_ptr, high_ptr, words_ptr, tile, row, row < num_rows, num_rows, group_tiles, piece, LOW, HIGH, GROUP,
+            CENTRE, PIECE, TILE,
         )  # fmt: skip
         column = tile * TILE + piece * PIECE + tl.arange(0, PIECE)
         mask = (row < num_rows)[:, None] & (column < num_columns)[None, :]
@@ -231,7 +215,7 @@ def write_out(weight: PlanarWeight, dtype: torch.dtype) -> torch.Tensor:
     return w
 
 
-def _on_paper(rows: int, columns: int, bits: int, group: int, centre: int | None) -> PlanarWeight:
+def on_paper_weight(rows: int, columns: int, bits: int, group: int, centre: int | None) -> PlanarWeight:
     low, high = PLANES[bits]
     planes = [on_paper(columns // TILE, rows, TILE * b // 8, dtype=torch.uint8) for b in (low, high)]
     words = on_paper(columns // group // (1 if centre is None else 2), rows, dtype=torch.int32)
@@ -242,7 +226,7 @@ def _case(
     num_tokens: int, rows: int, columns: int, bits: int, group: int, centre: int | None = None,
     dtype: torch.dtype = torch.bfloat16, fast: bool = False,
 ) -> CompileCase:  # fmt: skip
-    weight, x = _on_paper(rows, columns, bits, group, centre), on_paper(num_tokens, columns, dtype=dtype)
+    weight, x = on_paper_weight(rows, columns, bits, group, centre), on_paper(num_tokens, columns, dtype=dtype)
     name = f"{num_tokens} x {rows} x {columns} {dtype}, {bits} bits by {group}{', fast' if fast else ''}"
     return CompileCase(name, lambda: matmul_a16(x, weight, fast=fast), {} if fast else BEST_MMA)
 

@@ -6,51 +6,48 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.gpu.launch import CompileCase, launch, on_paper, target_of
-from kernels.gpu.split_k import (
-    BEST_MMA,
-    add_splits,
-    empty_parts,
-    program_tile,
-    splits_of,
-    stages_of,
-    store_product,
-    tile_of,
-)
+from kernels.gpu.launch import CompileCase, on_paper
+from kernels.gpu.split_k import BEST_MMA, plan_of, program_tile, store_product
 from kernels.matmul_float import FloatWeight, matmul_float
+from kernels.routing import Routing, choices_of, rows_of
 
 COLUMNS = 64  # a step
 
 
 @triton.jit
 def _matmul_float_kernel(
-    x_ptr,  # float [M, K], rows x_stride apart
-    w_ptr,  # float [N, K]
-    bias_ptr,  # float [N], or None
     y_ptr,  # float [M, N]
+    bias_ptr,  # float [N], or None
     parts_ptr,  # float32 [splits, M, N], or None: then y is written
+    slots_ptr,
+    experts_ptr,
+    num_tiles,
     num_tokens,
     num_rows,
+    num_splits,
+    x_ptr,  # float [rows of x, K], x_stride apart
+    w_ptr,  # float [N, K], or one of each expert
     num_columns,
     x_stride,
     split_columns,
-    num_splits,
     ROWS: tl.constexpr,
     TOKENS: tl.constexpr,
-    COLUMNS: tl.constexpr,
     ONE_SPLIT: tl.constexpr,
+    CHOICES: tl.constexpr,
+    COLUMNS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """y = x W^T + bias: ROWS rows of W with TOKENS rows of x, over one split of the columns or all, one by one."""
-    tile_token, tile_row = program_tile(num_tokens, num_rows, TOKENS, ROWS)
-    token, row = tile_token * TOKENS + tl.arange(0, TOKENS), tile_row * ROWS + tl.arange(0, ROWS)
+    token, source, row, place, works = program_tile(
+        slots_ptr, experts_ptr, num_tiles, num_tokens, num_rows, ROWS, TOKENS, CHOICES
+    )
     k = tl.arange(0, COLUMNS)
-    w_rows = w_ptr + row.to(tl.int64)[:, None] * num_columns
-    x_rows = x_ptr + token.to(tl.int64)[None, :] * x_stride
+    w_rows = w_ptr + place.to(tl.int64)[:, None] * num_columns
+    x_rows = x_ptr + source.to(tl.int64)[None, :] * x_stride
     first = tl.program_id(1)
-    last = num_splits
+    last = tl.where(works, num_splits, first)
     if parts_ptr is not None:
-        last = first + 1
+        last = tl.where(works, first + 1, first)
     total = tl.zeros([ROWS, TOKENS], tl.float32)
     for split in range(first, last):
         acc = tl.zeros([ROWS, TOKENS], tl.float32)
@@ -68,26 +65,18 @@ def _matmul_float_kernel(
 
 
 def matmul_float_triton(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, to: torch.dtype
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, to: torch.dtype, routing: Routing | None = None
 ) -> torch.Tensor:
+    """With routing W has the rows of all experts, and x a row for each token or for each pair."""
     x = x if x.stride(1) == 1 else x.contiguous()
-    weight = weight.contiguous()
-    (num_tokens, columns), rows = x.shape, weight.shape[0]
-    y = torch.empty(num_tokens, rows, dtype=to, device=x.device)
-    splits, tile = splits_of(rows, columns, COLUMNS), tile_of(num_tokens)
-    num_programs = triton.cdiv(num_tokens, tile.tokens) * triton.cdiv(rows, tile.rows)
-    parts = empty_parts(splits, num_programs, y)
-    args = (x, weight, bias, y, parts, num_tokens, rows, columns, x.stride(0), splits.columns, splits.count)
-    stage_bytes = (tile.rows + tile.tokens) * COLUMNS * x.element_size()
-    launch(
-        _matmul_float_kernel, (num_programs, 1 if parts is None else splits.count), args, one_mma=True,
-        num_warps=tile.num_warps, num_stages=stages_of(target_of(x), stage_bytes), ROWS=tile.rows, TOKENS=tile.tokens,
-        COLUMNS=COLUMNS,
-        ONE_SPLIT=splits.count == 1 or parts is not None, PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
+    weight, columns = weight.contiguous(), x.shape[1]
+    plan = plan_of(x, rows_of(weight.shape[0], routing), columns, COLUMNS, to, routing, most=128)
+    plan.launch(
+        _matmul_float_kernel, (x, weight, columns, x.stride(0), plan.splits.columns), bias=bias,
+        stage_bytes=(plan.tile.rows + plan.tile.tokens) * COLUMNS * x.element_size(), CHOICES=choices_of(x, routing),
+        COLUMNS=COLUMNS, PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
     )  # fmt: skip
-    if parts is not None:
-        add_splits(parts, bias, y)
-    return y
+    return plan.y
 
 
 def _case(num_tokens: int, rows: int, columns: int, dtype: torch.dtype = torch.bfloat16) -> CompileCase:

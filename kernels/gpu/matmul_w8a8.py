@@ -6,20 +6,12 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.gpu.launch import CompileCase, launch, on_paper, target_of
+from kernels.gpu.launch import CompileCase, on_paper, target_of
 from kernels.gpu.numbers import from_e4m3
 from kernels.gpu.scaled_rows import carrier
-from kernels.gpu.split_k import (
-    BEST_MMA,
-    add_splits,
-    empty_parts,
-    program_tile,
-    splits_of,
-    stages_of,
-    store_product,
-    tile_of,
-)
+from kernels.gpu.split_k import BEST_MMA, plan_of, program_tile, store_product
 from kernels.matmul_w8a8 import GROUP, ScaledWeight, matmul_w8a8
+from kernels.routing import Routing, choices_of, rows_of
 from kernels.scaled_rows import ScaledRows
 
 INTEGERS, E4M3, E4M3_AS_HALVES = 0, 1, 2
@@ -27,38 +19,42 @@ INTEGERS, E4M3, E4M3_AS_HALVES = 0, 1, 2
 
 @triton.jit
 def _matmul_w8a8_kernel(
-    x_ptr,  # int8, or bits of e4m3 as uint8, [M, K]
-    x_scale_ptr,  # float32 [M, groups]
-    w_ptr,  # as x [N, K]
-    w_scale_ptr,  # float32 [groups, N]
-    bias_ptr,  # float [N], or None
     y_ptr,  # float [M, N]
+    bias_ptr,  # float [N], or None
     parts_ptr,  # float32 [splits, M, N], or None: then y is written
+    slots_ptr,
+    experts_ptr,
+    num_tiles,
     num_tokens,
     num_rows,
+    num_splits,
+    x_ptr,  # int8, or bits of e4m3 as uint8, [rows of x, K]
+    x_scale_ptr,  # float32 [rows of x, groups]
+    w_ptr,  # as x [all rows, K]; all rows: N, or those of all experts
+    w_scale_ptr,  # float32 [groups, all rows]
+    all_rows,
     num_columns,
     split_columns,
-    num_splits,
-    FORMAT: tl.constexpr,
-    GROUPED: tl.constexpr,  # a scale for each COLUMNS columns
     ROWS: tl.constexpr,
     TOKENS: tl.constexpr,
-    COLUMNS: tl.constexpr,
     ONE_SPLIT: tl.constexpr,
+    CHOICES: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    FORMAT: tl.constexpr,
+    GROUPED: tl.constexpr,  # a scale for each COLUMNS columns
 ):
     """y = x W^T + bias: ROWS rows of W with TOKENS rows of x, over one split of the columns or all, one by one."""
-    tile_token, tile_row = program_tile(num_tokens, num_rows, TOKENS, ROWS)
-    token, row = tile_token * TOKENS + tl.arange(0, TOKENS), tile_row * ROWS + tl.arange(0, ROWS)
+    token, source, row, place, works = program_tile(
+        slots_ptr, experts_ptr, num_tiles, num_tokens, num_rows, ROWS, TOKENS, CHOICES
+    )
     is_token, is_row = token < num_tokens, row < num_rows
     k = tl.arange(0, COLUMNS)
-    w_rows, x_rows = (
-        (w_ptr + row.to(tl.int64) * num_columns)[:, None],
-        (x_ptr + token.to(tl.int64) * num_columns)[None, :],
-    )
+    w_rows = w_ptr + place.to(tl.int64)[:, None] * num_columns
+    x_rows = x_ptr + source.to(tl.int64)[None, :] * num_columns
     first = tl.program_id(1)
-    last = num_splits
+    last = tl.where(works, num_splits, first)
     if parts_ptr is not None:
-        last = first + 1
+        last = tl.where(works, first + 1, first)
     num_groups = num_columns // COLUMNS if GROUPED else 1
     unit: tl.constexpr = 65536.0 if FORMAT == 2 else 1.0
     total = tl.zeros([ROWS, TOKENS], tl.float32)
@@ -77,14 +73,14 @@ def _matmul_w8a8_kernel(
                 part = tl.dot(from_e4m3(w), from_e4m3(x))
             if GROUPED:
                 group = start // COLUMNS
-                w_scale = tl.load(w_scale_ptr + group * num_rows + row, mask=is_row, other=0.0) * unit
-                x_scale = tl.load(x_scale_ptr + token.to(tl.int64) * num_groups + group, mask=is_token, other=0.0)
+                w_scale = tl.load(w_scale_ptr + group * all_rows + place, mask=is_row, other=0.0) * unit
+                x_scale = tl.load(x_scale_ptr + source.to(tl.int64) * num_groups + group, mask=is_token, other=0.0)
                 acc = tl.fma(part.to(tl.float32) * w_scale[:, None], x_scale[None, :], acc)
             else:
                 acc += part
         if not GROUPED:
-            w_scale = tl.load(w_scale_ptr + row, mask=is_row, other=0.0) * unit
-            x_scale = tl.load(x_scale_ptr + token, mask=is_token, other=0.0)
+            w_scale = tl.load(w_scale_ptr + place, mask=is_row, other=0.0) * unit
+            x_scale = tl.load(x_scale_ptr + source, mask=is_token, other=0.0)
             acc = acc.to(tl.float32) * w_scale[:, None] * x_scale[None, :]
         if ONE_SPLIT:
             total = acc
@@ -93,28 +89,23 @@ def _matmul_w8a8_kernel(
     store_product(total, y_ptr, bias_ptr, parts_ptr, first, token, row, num_tokens, num_rows)
 
 
-def matmul_w8a8_triton(x: ScaledRows, weight: ScaledWeight, bias: torch.Tensor | None, to: torch.dtype) -> torch.Tensor:
-    (num_tokens, columns), rows = x.q.shape, weight.out_features
-    y = torch.empty(num_tokens, rows, dtype=to, device=x.q.device)
-    splits, tile = splits_of(rows, columns, GROUP), tile_of(num_tokens, 64)
-    num_programs = triton.cdiv(num_tokens, tile.tokens) * triton.cdiv(rows, tile.rows)
-    parts = empty_parts(splits, num_programs, y)
-    kind = carrier(weight.q.dtype)
+def matmul_w8a8_triton(
+    x: ScaledRows, weight: ScaledWeight, bias: torch.Tensor | None, to: torch.dtype, routing: Routing | None = None
+) -> torch.Tensor:
+    """With routing W has the rows of all experts, and x a row for each token or for each pair."""
+    columns, rows, kind = x.q.shape[1], weight.out_features, carrier(weight.q.dtype)
+    plan = plan_of(x.q, rows_of(rows, routing), columns, GROUP, to, routing)
     args = (
-        x.q.contiguous().view(kind), x.scale.contiguous(), weight.q.view(kind), weight.scale, bias, y, parts,
-        num_tokens, rows, columns, splits.columns, splits.count,
+        x.q.contiguous().view(kind), x.scale.contiguous(), weight.q.view(kind), weight.scale, rows, columns,
+        plan.splits.columns,
     )  # fmt: skip
-    launch(
-        _matmul_w8a8_kernel, (num_programs, 1 if parts is None else splits.count), args, one_mma=True,
+    plan.launch(
+        _matmul_w8a8_kernel, args, bias=bias, stage_bytes=(plan.tile.rows + plan.tile.tokens) * GROUP,
         unfused=weight.group is None,  # a product with a scale is rounded before it is added, by whichever kernel
-        all_registers=True, num_warps=tile.num_warps,
-        num_stages=stages_of(target_of(x.q), (tile.rows + tile.tokens) * GROUP), FORMAT=_format(x.q, weight.q.dtype),
-        GROUPED=weight.group is not None, ROWS=tile.rows, TOKENS=tile.tokens, COLUMNS=GROUP,
-        ONE_SPLIT=splits.count == 1 or parts is not None,
+        CHOICES=choices_of(x.q, routing), COLUMNS=GROUP, FORMAT=_format(x.q, weight.q.dtype),
+        GROUPED=weight.group is not None,
     )  # fmt: skip
-    if parts is not None:
-        add_splits(parts, bias, y)
-    return y
+    return plan.y
 
 
 def _format(x: torch.Tensor, dtype: torch.dtype) -> int:

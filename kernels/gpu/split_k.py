@@ -9,12 +9,14 @@ else by another kernel from memory: the same additions, so the same bits.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
-from kernels.gpu.launch import Target, launch
+from kernels.gpu.launch import launch, target_of
+from kernels.routing import Routing
 
 # What an H200 needs to be busy, about two programs a multiprocessor. The cut follows from the first, so it is the same
 # for every device.
@@ -43,6 +45,61 @@ class Tile:
     num_warps: int
 
 
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """How a product y [M, N] is computed. parts: float32 [splits, M, N], where splits have programs of their own."""
+
+    y: torch.Tensor
+    splits: Splits
+    tile: Tile
+    num_tiles: int  # of rows of x
+    routing: Routing | None
+    parts: torch.Tensor | None
+
+    def launch(self, kernel: Any, args: tuple[Any, ...], *, stage_bytes: int, **options: Any) -> None:
+        """The kernel, with args after those that every product has, and the sum of the splits. A bias is added last.
+
+        stage_bytes: what a step reads; as many steps are in flight as leave room for two programs.
+        """
+        bias, routing = options.pop("bias"), self.routing
+        stages = max(2, min(5, target_of(self.y).shared_bytes * 9 // 20 // stage_bytes))
+        own = (self.y, bias, self.parts, *((None, None) if routing is None else (routing.slots, routing.experts)))
+        grid = (
+            self.num_tiles * triton.cdiv(self.y.shape[1], self.tile.rows),
+            1 if self.parts is None else self.splits.count,
+        )
+        launch(
+            kernel, grid, (*own, self.num_tiles, *self.y.shape, self.splits.count, *args), one_mma=True,
+            all_registers=True, num_warps=self.tile.num_warps, num_stages=stages, ROWS=self.tile.rows,
+            TOKENS=self.tile.tokens, ONE_SPLIT=self.splits.count == 1 or self.parts is not None, **options,
+        )  # fmt: skip
+        if self.parts is not None:
+            numbers = (self.parts, bias, self.y, self.y.numel(), self.y.shape[1])
+            count = triton.cdiv(self.y.numel(), _BLOCK)
+            launch(_add_splits_kernel, (count,), numbers, num_warps=4, NUM_SPLITS=self.splits.count, BLOCK=_BLOCK)
+
+
+def plan_of(
+    x: torch.Tensor, num_rows: int, num_columns: int, unit: int, to: torch.dtype, routing: Routing | None = None,
+    most: int = 64, thin: bool = False,
+) -> Plan:  # fmt: skip
+    """For x with W [num_rows, num_columns], or one of each expert; y is of the type `to`. unit: columns of a step.
+
+    most: rows of x that the registers of a program have room for, where it has many rows of W. thin: it never has.
+    """
+    num_tokens = x.shape[0] if routing is None else routing.num_pairs
+    y = torch.empty(num_tokens, num_rows, dtype=to, device=x.device)
+    splits = splits_of(num_rows, num_columns, unit)
+    tokens = min(most, max(16, triton.next_power_of_2(num_tokens))) if routing is None else routing.tile_tokens
+    wide = routing is None and num_tokens > most // 2 and not thin
+    tile = Tile(128, tokens, 8) if wide else Tile(64, tokens, 4)
+    num_tiles = triton.cdiv(num_tokens, tokens) if routing is None else routing.experts.shape[0]
+    parts = None
+    if splits.count > 1 and num_tiles * triton.cdiv(num_rows, tile.rows) < ENOUGH_UNCUT:
+        parts = torch.empty(splits.count, *y.shape, dtype=torch.float32, device=y.device)
+    return Plan(y, splits, tile, num_tiles, routing, parts)
+
+
 def splits_of(num_rows: int, num_columns: int, unit: int) -> Splits:
     """For W [num_rows, num_columns]; each split a multiple of unit columns."""
     count = min(ENOUGH_PROGRAMS // triton.cdiv(num_rows, SPLIT_ROWS), MAX_SPLITS, num_columns // MIN_COLUMNS)
@@ -50,22 +107,31 @@ def splits_of(num_rows: int, num_columns: int, unit: int) -> Splits:
     return Splits(triton.cdiv(num_columns, columns), columns)
 
 
-def tile_of(num_tokens: int, most: int = 128) -> Tile:
-    """most: rows of x that the registers of a program have room for, where it has many rows of W."""
-    tokens = min(most, max(16, triton.next_power_of_2(num_tokens)))
-    return Tile(128, tokens, 8) if num_tokens > most // 2 else Tile(64, tokens, 4)
-
-
-def stages_of(target: Target, stage_bytes: int) -> int:
-    """How many tiles may be in flight, so that two programs have room."""
-    return max(2, min(5, target.shared_bytes * 9 // 20 // stage_bytes))
-
-
 @triton.jit
-def program_tile(num_tokens, num_rows, TOKENS: tl.constexpr, ROWS: tl.constexpr):
-    """(tile of x's rows, tile of W's rows) of this program; neighbours share what they read."""
-    along, across = tl.cdiv(num_tokens, TOKENS), tl.cdiv(num_rows, ROWS)
-    return tl.swizzle2d(tl.program_id(0) % along, tl.program_id(0) // along, along, across, 8)
+def program_tile(
+    slots_ptr,  # int32 [tiles, TOKENS], or None
+    experts_ptr,  # int32 [tiles]
+    num_tiles,
+    num_tokens,
+    num_rows,
+    ROWS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    CHOICES: tl.constexpr,
+):
+    """This program's rows of y and of x, its rows of W and where they begin, and whether it has work.
+
+    Without routing rows of x are those of y, in order. Neighbours share what they read.
+    """
+    across = tl.cdiv(num_rows, ROWS)
+    tile, tile_row = tl.swizzle2d(tl.program_id(0) % num_tiles, tl.program_id(0) // num_tiles, num_tiles, across, 8)
+    token, row = tile * TOKENS + tl.arange(0, TOKENS), tile_row * ROWS + tl.arange(0, ROWS)
+    if slots_ptr is not None:
+        token = tl.load(slots_ptr + token)
+        expert = tl.load(experts_ptr + tile)
+        source, place, works = token // CHOICES, tl.maximum(expert, 0) * num_rows + row, expert >= 0
+    else:
+        source, place, works = token, row, tile >= 0
+    return token, source, row, place, works
 
 
 @triton.jit
@@ -100,17 +166,3 @@ def _add_splits_kernel(
     if bias_ptr is not None:
         total += tl.load(bias_ptr + place % num_rows, mask=mask, other=0.0).to(tl.float32)
     tl.store(y_ptr + place, total.to(y_ptr.dtype.element_ty), mask=mask)
-
-
-def empty_parts(splits: Splits, num_programs: int, y: torch.Tensor) -> torch.Tensor | None:
-    """Room for the splits of y [M, N], where they are worth programs of their own."""
-    if splits.count == 1 or num_programs >= ENOUGH_UNCUT:
-        return None
-    return torch.empty(splits.count, *y.shape, dtype=torch.float32, device=y.device)
-
-
-def add_splits(parts: torch.Tensor, bias: torch.Tensor | None, y: torch.Tensor) -> None:
-    launch(
-        _add_splits_kernel, (triton.cdiv(y.numel(), _BLOCK),), (parts, bias, y, y.numel(), y.shape[1]), num_warps=4,
-        NUM_SPLITS=parts.shape[0], BLOCK=_BLOCK,
-    )  # fmt: skip
