@@ -18,7 +18,7 @@ from services.gpu_worker.model.config import ModelConfig
 from services.gpu_worker.model.gguf_config import ROPE_FACTORS, config_from_gguf, gguf_family, with_rope_factors
 from services.gpu_worker.weights.names import gguf_names, place_parts
 from services.gpu_worker.weights.quant_layout import TYPES, decode_rows, dequantize
-from services.gpu_worker.weights.source import CHUNK_BYTES, WeightsError, file_identity
+from services.gpu_worker.weights.source import CHUNK_BYTES, Coded, WeightsError, file_identity
 from shared.gguf_header import GGML_TYPES, GGUFTensor, read_gguf
 
 _BLOCKS = {name: (elements, num_bytes) for name, elements, num_bytes in GGML_TYPES.values()}
@@ -73,6 +73,10 @@ class GGUFSource:
     def type_of(self, place: str) -> str:
         """What the file stores it as."""
         return self._tensors[self._parts[place].name].type
+
+    def coded(self, name: str) -> Coded | None:
+        stored = self.stored(name, 0, self.shapes[name][0]) if self.quantized_as(name) else None
+        return stored if isinstance(stored, Codes) else None
 
     def quantized_as(self, name: str) -> str:
         stored_type = self.type_of(name)

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from kernels.packed_weight import Codes
 from services.gpu_worker.model.config import ALL_NORMS, LatentConfig, ModelConfig
 from services.gpu_worker.model.layers import (
     DecoderWeights,
@@ -26,7 +25,7 @@ from services.gpu_worker.weights.names import is_place
 from services.gpu_worker.weights.online import QuantizingSource
 from services.gpu_worker.weights.placement import InMemory, Placement
 from services.gpu_worker.weights.safetensors import SafetensorsSource
-from services.gpu_worker.weights.source import WeightsError, WeightSource
+from services.gpu_worker.weights.source import Coded, WeightsError, WeightSource
 
 log = logging.getLogger(__name__)
 
@@ -226,9 +225,10 @@ class _Reader:
             return self.placement.product(self.weight(parts, in_features)[order], bias_row)
         return self.placement.projection(_Rows(self, parts, in_features), bias_row)
 
-    def stored(self, name: str, shape: tuple[int, int]) -> Codes | torch.Tensor:
+    def stored(self, name: str, shape: tuple[int, int]) -> Coded | torch.Tensor:
         self._ledger.check(name, shape)
-        stored = self.source.stored(name, 0, shape[0])
+        coded = self.source.coded(name)
+        stored = self.source.stored(name, 0, shape[0]) if coded is None else coded
         self._ledger.taken(name)
         return stored
 
@@ -253,7 +253,7 @@ class _Rows:
     def floats(self) -> torch.Tensor:
         return self.reader.weight(self.parts, self.in_features)
 
-    def stored(self) -> list[Codes | torch.Tensor]:
+    def stored(self) -> list[Coded | torch.Tensor]:
         return [self.reader.stored(f"{name}.weight", (rows, self.in_features)) for name, rows in self.parts]
 
 

@@ -54,8 +54,11 @@ class OnDevice:
 
 
 def _joined(parts: Sequence[DeviceWeight]) -> tuple[DeviceWeight, ...]:
-    """As one where their formats agree."""
-    try:
-        return (join(parts),)
-    except ValueError:
-        return tuple(parts)
+    """Neighbours of one format as one."""
+    joined = [parts[0]]
+    for part in parts[1:]:
+        try:
+            joined[-1] = join([joined[-1], part])
+        except ValueError:
+            joined.append(part)
+    return tuple(joined)

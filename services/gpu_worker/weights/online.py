@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import torch
 
+from kernels.matmul_w8a8 import ScaledWeight
 from kernels.packed_weight import GROUP, Codes, dequantize
 from kernels.scaled_rows import scale_rows
 from services.gpu_worker.model.config import ConfigError
 from services.gpu_worker.weights.quantizers import quantize
-from services.gpu_worker.weights.source import CHUNK_BYTES, WeightsError, WeightSource
+from services.gpu_worker.weights.source import CHUNK_BYTES, Coded, WeightsError, WeightSource
 
 TYPES = {"int8": "Q8_0", "int4": "Q4_0", "fp8": "F16"}  # as which native kernels hold them
 _SAME = {"int8": ("Q8_0",), "int4": ("Q4_0",), "fp8": ("fp8", "fbgemm_fp8")}
@@ -69,6 +70,16 @@ class QuantizingSource:
             return rows
         assert isinstance(rows, torch.Tensor)
         return self._values(rows).half() if self._method == "fp8" else quantize(rows, TYPES[self._method])
+
+    def coded(self, name: str) -> Coded | None:
+        if name not in self._places:
+            return self._source.coded(name)
+        rows = torch.empty(self.shapes[name])
+        self._source.read_into(name, rows)
+        if self._method != "fp8":
+            return quantize(rows, TYPES[self._method])
+        scaled = scale_rows(rows, torch.float8_e4m3fn)
+        return ScaledWeight(scaled.q, scaled.scale.t().contiguous())
 
     def _values(self, rows: torch.Tensor) -> torch.Tensor:
         """What the codes of these rows stand for, float32."""

@@ -7,8 +7,8 @@ from typing import Protocol
 import torch
 
 from kernels.matmul_dense import DensePacker
-from kernels.packed_weight import Codes
 from services.gpu_worker.model.layers import Linear, Product
+from services.gpu_worker.weights.source import Coded
 
 
 class Rows(Protocol):
@@ -18,8 +18,8 @@ class Rows(Protocol):
         """float32 [N, K], in fresh memory."""
         ...
 
-    def stored(self) -> list[Codes | torch.Tensor]:
-        """Each as the file has it, see `WeightSource.stored`."""
+    def stored(self) -> list[Coded | torch.Tensor]:
+        """Each as products on a GPU take it, or as the file has it: see `WeightSource`."""
         ...
 
 

@@ -1,6 +1,6 @@
 """Which quantisation a Hugging Face folder is stored in, and its matrices: by `quantization_config` and by the tensors.
 
-Activations are not quantised here, whatever the checkpoint says of them: their scales are left out.
+What a checkpoint says of activations' scales is left out: where they are quantised they are row by row.
 """
 
 from __future__ import annotations
@@ -113,10 +113,12 @@ def _compressed(keys: Keys) -> Build:
     keys.expect("format", "pack-quantized", "int-quantized", "float-quantized", "naive-quantized")
     Keys(keys.take("sparsity_config", dict, {}), f"{WHERE}sparsity_config.").expect("format", "dense")
     keys.expect("transform_config", {})
-    blocks = set()
+    blocks, activations = set(), True
     groups = Keys(keys.need("config_groups", dict), f"{WHERE}config_groups.")
     for name in keys.need("config_groups", dict):
-        weights = Keys(groups.need(name, dict), f"{WHERE}config_groups.{name}.").need("weights", dict)
+        group = groups.need(name, dict)
+        weights = Keys(group, f"{WHERE}config_groups.{name}.").need("weights", dict)
+        activations = activations and group.get("input_activations") is not None
         blocks.add(_block(weights.get("block_structure"), "block_structure"))
     if len(blocks) != 1:
         raise ConfigError(f"{WHERE}config_groups: groups with different block_structure are not supported")
@@ -125,7 +127,7 @@ def _compressed(keys: Keys) -> Build:
     def build(module: Module) -> Readable:
         if module.has("weight_packed"):
             return PackedMatrix.of(module)
-        return ScaledMatrix.of(module, ("I8", *FP8), block)
+        return ScaledMatrix.of(module, ("I8", *FP8), block, activations)
 
     return build
 

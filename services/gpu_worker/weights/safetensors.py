@@ -15,11 +15,12 @@ from kernels.packed_weight import Codes
 from services.gpu_worker.model.hf_config import config_from_hf, hf_family
 from services.gpu_worker.weights.awq import AWQMatrix
 from services.gpu_worker.weights.compressed import PackedMatrix
+from services.gpu_worker.weights.device_codes import coded
 from services.gpu_worker.weights.gptq import GPTQMatrix
 from services.gpu_worker.weights.names import has_bias, hf_names, is_norm, place_parts
 from services.gpu_worker.weights.native_codes import Grouped, codes_of, codes_type
 from services.gpu_worker.weights.quantization import readable_tensors
-from services.gpu_worker.weights.source import CHUNK_BYTES, WeightsError, file_identity
+from services.gpu_worker.weights.source import CHUNK_BYTES, Coded, WeightsError, file_identity
 from services.gpu_worker.weights.stored_tensors import StoredTensor
 
 SINGLE = "model.safetensors"
@@ -74,6 +75,10 @@ class SafetensorsSource:
             return rows
         half = rows.half()
         return half if bool(half.isfinite().all()) else rows.contiguous()
+
+    def coded(self, name: str) -> Coded | None:
+        part = self._parts[name]
+        return coded(self._tensors[part.name], part.first_row, part.first_row + part.shape[0])
 
     def quantized_as(self, name: str) -> str:
         return "" if isinstance(self._tensors[self._parts[name].name], StoredTensor) else self._method

@@ -25,9 +25,12 @@ class ScaledMatrix:
     rows_a_part: int
     columns_a_part: int
     shape: tuple[int, ...]
+    activations: bool = False  # the checkpoint means them to be quantised too
 
     @classmethod
-    def of(cls, module: Module, dtypes: tuple[str, ...], block: tuple[int, int] | None = None) -> ScaledMatrix:
+    def of(
+        cls, module: Module, dtypes: tuple[str, ...], block: tuple[int, int] | None = None, activations: bool = False
+    ) -> ScaledMatrix:
         """block: the sizes of a part, where there are scales for blocks."""
         codes = module.take("weight", dtypes, (None, None))
         name = "weight_scale_inv" if module.has("weight_scale_inv") else "weight_scale"
@@ -38,7 +41,7 @@ class ScaledMatrix:
         zeros = None
         if module.has("weight_zero_point"):
             zeros = module.take("weight_zero_point", ("I8",), stored.shape).whole().float().reshape(shape)
-        return cls(codes, stored.whole().float().reshape(shape), zeros, *part, codes.shape)
+        return cls(codes, stored.whole().float().reshape(shape), zeros, *part, codes.shape, activations)
 
     def rows(self, start: int, end: int) -> torch.Tensor:
         values = self.codes.rows(start, end).float()

@@ -12,10 +12,13 @@ from typing import Protocol
 
 import torch
 
+from kernels.matmul_w8a8 import ScaledWeight
 from kernels.packed_weight import Codes
+from kernels.planar_weight import GroupedCodes
 from services.gpu_worker.model.config import ModelConfig
 from services.gpu_worker.model.families import Family
 
+Coded = Codes | GroupedCodes | ScaledWeight
 CHUNK_BYTES = 32 << 20  # of float32 converted at a time
 _NUM_SAMPLES = 64
 _SAMPLE_BYTES = 4096
@@ -45,6 +48,10 @@ class WeightSource(Protocol):
 
     def stored(self, name: str, start: int, end: int) -> Codes | torch.Tensor:
         """Rows [start, end) of a matrix as the file has them: codes, or float32, float16 or bfloat16."""
+        ...
+
+    def coded(self, name: str) -> Coded | None:
+        """A quantised matrix as products on a GPU take it; None where it is to be read as floats."""
         ...
 
     def release(self, name: str) -> None:
