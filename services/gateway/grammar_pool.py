@@ -13,7 +13,7 @@ from services.gateway.tokenization import Tokenizer
 from shared.protocol import MAX_GRAMMAR_CHARS
 
 MAX_REMEMBERED_CHARS = 1 << 22
-MAX_CPU_S = 0.25  # a worker compiles it too, while its next plan changes wait
+MAX_CPU_S = 0.25  # a worker compiles it too, for each answer
 TOO_COMPLEX = "is too complex: it takes too long to compile"
 
 

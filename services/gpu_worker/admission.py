@@ -23,17 +23,25 @@ Validate = Callable[[SamplingParams, int], str | None]  # (parameters, vocabular
 
 @dataclass(frozen=True, slots=True)
 class Admission:
-    """What the records say. output_ids: those in the durable log; logprobs: theirs, where the request asked. answer:
-    where the request has a constraint, behind those ids; problem: why there is none, for the client."""
+    """What the records say. output_ids: those in the durable log; logprobs: theirs, where the request asked."""
 
     params: SamplingParams
     prompt_ids: list[int]
     salt: bytes
     output_ids: list[int]
     logprobs: list[TokenLogprob] | None
+    prediction: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Answered:
+    """Comes some time after an `Admit` whose request has a constraint: what holds the answer to it, behind the tokens
+    that the log had. problem: why there is nothing, for the client."""
+
+    sid: str
+    epoch: int
     answer: Answer | None = None
     problem: str = ""
-    prediction: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +86,7 @@ def sequence_of(admit: Admit, admission: Admission) -> Sequence:
         num_prompt_tokens=num_prompt_tokens, token_ids=admission.prompt_ids + admission.output_ids,
         block_ids=list(admit.block_ids), num_computed=admit.cached_length, salt=admission.salt, alone=admit.alone,
         cached_tokens=min(admit.cached_length, num_prompt_tokens - 1), num_committed=len(admission.output_ids),
-        answer=admission.answer, prediction=admission.prediction,
+        awaits_answer=admission.params.constraint is not None, prediction=admission.prediction,
     )  # fmt: skip
 
 

@@ -52,7 +52,12 @@ class Sequence:
     num_committed: int = 0  # output tokens known to be in the durable log
     finish: str = ""
     answer: Answer | None = None  # where the request has a constraint
+    awaits_answer: bool = False  # it is still being made: no step before
     prediction: tuple[int, ...] = ()  # what its client expects the output to be, more or less
+
+    @property
+    def place(self) -> tuple[str, int]:
+        return self.sid, self.epoch
 
     @property
     def num_output_tokens(self) -> int:

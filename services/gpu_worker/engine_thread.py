@@ -24,14 +24,16 @@ from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 
-from services.gpu_worker.batch import Chunk, Drawn, Engine
+from services.gpu_worker.admission import Answered
+from services.gpu_worker.batch import Chunk, Engine
 from services.gpu_worker.commits import Place
 from services.gpu_worker.failures import EngineBroken, EngineDied, OutOfMemory, WorkerFailure
 from services.gpu_worker.probe import probe
 from services.gpu_worker.running_set import Change, RunningSet
 from services.gpu_worker.step_cost import StepCost
 from services.gpu_worker.step_limit import StepLimit
-from services.gpu_worker.steps import Step, starter
+from services.gpu_worker.steps import Step, results_of, starter
+from shared.worker_protocol import Admit
 
 log = logging.getLogger(__name__)
 
@@ -77,7 +79,7 @@ class EngineLoop:
         self._max_step_s = max_step_s
         self._clock = clock
         self._on_step = on_step
-        self._queue: deque[Change] = deque()
+        self._queue: deque[Change | Answered] = deque()
         self._in_flight: deque[_Begun] = deque()  # at most two, the older one first
         self._watch: _Watch | None = None  # over the older one
         self._ended_at = float("-inf")  # the last step
@@ -85,7 +87,7 @@ class EngineLoop:
         self._stopping = False
         self._thread: threading.Thread | None = None
 
-    def submit(self, change: Change) -> None:
+    def submit(self, change: Change | Answered) -> None:
         with self.lock:
             self._queue.append(change)
             self.lock.notify()
@@ -94,6 +96,12 @@ class EngineLoop:
     def has_changes(self) -> bool:
         """Are there some that wait for the next step to begin? Under the lock."""
         return bool(self._queue)
+
+    def awaits_answer(self, sid: str, epoch: int) -> bool:
+        """Or will, once its `Admit` is applied."""
+        with self.lock:
+            admits = (c.message for c in self._queue if isinstance(c, Change) and isinstance(c.message, Admit))
+            return self.running.awaits_answer(sid, epoch) or any((a.sid, a.epoch) == (sid, epoch) for a in admits)
 
     def reset(self) -> None:
         """A new life. What a step in flight still writes, it writes before any step that is yet to begin."""
@@ -162,8 +170,7 @@ class EngineLoop:
         begun = self._in_flight[0]
         chunks = begun.chunks
         try:
-            drawn = begun.step.results()
-            _check(chunks, drawn)
+            drawn = results_of(begun.step, chunks)
         except MemoryError as e:
             log.warning("memory has run out in a step of %d sequences: %s", len(chunks), e)
             return True
@@ -228,7 +235,7 @@ class EngineLoop:
     def _shrink(self, chunks: Seq[Chunk]) -> None:
         """Smaller steps, from now on too; of a single sequence a shorter chunk, the rest of which has time."""
         if sum(c.count for c in chunks) == 1:
-            raise OutOfMemory("there is no memory for a step of one token", [_place(chunks[0])])
+            raise OutOfMemory("there is no memory for a step of one token", [chunks[0].seq.place])
         if len(chunks) > 1:
             self._halve(chunks)
         else:
@@ -240,7 +247,7 @@ class EngineLoop:
         try:
             probe(self._engine, chunk.seq.block_ids[chunk.start // self.running.info.block_size])
         except Exception as e:
-            raise EngineBroken("the engine cannot compute anything any more", [_place(chunk)]) from e
+            raise EngineBroken("the engine cannot compute anything any more", [chunk.seq.place]) from e
         finally:
             self._watch = None
         log.error("the engine failed on %s alone", chunk.seq.sid)
@@ -253,7 +260,7 @@ class EngineLoop:
     def hung(self) -> tuple[Place, ...]:
         """Who is in the present step, if it has taken longer than any step should."""
         watch = self._watch
-        return tuple(map(_place, watch.chunks)) if watch is not None and self._clock() > watch.hung_at else ()
+        return tuple(c.seq.place for c in watch.chunks) if watch is not None and self._clock() > watch.hung_at else ()
 
     def start(self, on_progress: Callable[[], None]) -> None:
         """on_progress is called in the thread after every round that changed something, and when the thread dies."""
@@ -288,12 +295,3 @@ class EngineLoop:
             log.exception("the engine thread has died")
             self.failure = EngineDied(f"the engine thread has died of {type(e).__name__}")
             on_progress()
-
-
-def _check(chunks: Seq[Chunk], drawn: Seq[Drawn]) -> None:
-    if [len(tokens) > 0 for tokens in drawn] != [c.sample for c in chunks]:
-        raise ValueError("the engine's results do not match its chunks")
-
-
-def _place(chunk: Chunk) -> Place:
-    return chunk.seq.sid, chunk.seq.epoch

@@ -1,19 +1,17 @@
 """From an entry of the plan stream to a change that the running set can apply.
 
 Reads the records of an `Admit` from Redis, once; ends a sequence whose records cannot be read. Decides nothing else.
+The plan waits for no grammar: `answer_maker.py` compiles those meanwhile.
 """
 
 from __future__ import annotations
 
-import asyncio
 import logging
-from dataclasses import replace
 
 from services.gpu_worker.admission import Admission, NotRunnable, read_admission
-from services.gpu_worker.grammar import GrammarError, Grammars
 from services.gpu_worker.running_set import Change
 from shared.bus import Entry
-from shared.protocol import Constraint, Outcome
+from shared.protocol import Outcome
 from shared.records import Records
 from shared.scripts import Scripts
 from shared.wire import ProtocolError, decode, split_sequence_id
@@ -22,10 +20,8 @@ from shared.worker_protocol import Admit
 log = logging.getLogger(__name__)
 
 
-async def read_change(
-    entry: Entry, worker: str, scripts: Scripts, records: Records, grammars: Grammars
-) -> Change | None:
-    """None for what is no plan change. May be repeated. Grammars are compiled in a thread."""
+async def read_change(entry: Entry, worker: str, scripts: Scripts, records: Records) -> Change | None:
+    """None for what is no plan change. May be repeated."""
     fields = entry.fields
     if b"m" not in fields:
         return None  # written by `join`
@@ -36,22 +32,7 @@ async def read_change(
         return None
     if not isinstance(message, Admit):
         return Change(kind, term, message)
-    admission = await _read_records(message, worker, scripts, records)
-    if isinstance(admission, Admission) and admission.params.constraint is not None:
-        admission = await asyncio.to_thread(_with_answer, admission, admission.params.constraint, grammars)
-    return Change(kind, term, message, admission)
-
-
-def _with_answer(admission: Admission, constraint: Constraint, grammars: Grammars) -> Admission:
-    try:
-        answer = grammars.begin(constraint, admission.params.stop_token_ids)
-        answer.mask_after(admission.output_ids)
-    except GrammarError as e:
-        return replace(admission, problem=f"structured output: {e}")
-    except (OSError, ValueError, KeyError) as e:  # of the model's files
-        log.error("the vocabulary cannot be read: %s", e)
-        return replace(admission, problem="structured output: not possible with this model")
-    return replace(admission, answer=answer)
+    return Change(kind, term, message, await _read_records(message, worker, scripts, records))
 
 
 async def _read_records(admit: Admit, worker: str, scripts: Scripts, records: Records) -> Admission | NotRunnable:

@@ -23,6 +23,7 @@ from typing import cast
 
 from services.gpu_worker.admission import (
     Admission,
+    Answered,
     NotRunnable,
     Validate,
     finish_reason,
@@ -117,7 +118,10 @@ class RunningSet:
 
     # --- plan changes ------------------------------------------------------------------------------------------------
 
-    def apply(self, change: Change) -> None:
+    def apply(self, change: Change | Answered) -> None:
+        if isinstance(change, Answered):
+            self._answer(change)
+            return
         message = change.message
         if change.kind == "pool":
             if isinstance(message, ListInventory) and message.pool_term >= self.pool_term:
@@ -163,7 +167,7 @@ class RunningSet:
             self._note_end(admit.sid, admit.epoch, admission.reason if admission else "stale")
             return
         seq = sequence_of(admit, admission)
-        problem = admission.problem or whats_wrong(seq, self.info, self._validate)
+        problem = whats_wrong(seq, self.info, self._validate)
         reason = "" if problem else finish_reason(seq, self.info.max_num_tokens)
         if problem or reason:  # over before it begins: holds nothing, says so through the log
             self.ledger.open(seq, admission.logprobs)
@@ -181,6 +185,18 @@ class RunningSet:
         self.sequences[seq.sid] = seq
         self.ledger.open(seq, admission.logprobs)
         self.counts["cached_tokens"] += seq.cached_tokens
+
+    def awaits_answer(self, sid: str, epoch: int) -> bool:
+        seq = self._current(sid, epoch)
+        return seq is not None and seq.awaits_answer
+
+    def _answer(self, answered: Answered) -> None:
+        seq = self._current(answered.sid, answered.epoch)
+        if seq is None or not seq.awaits_answer:
+            return
+        seq.answer, seq.awaits_answer = answered.answer, False
+        if answered.answer is None:
+            self._conclude(seq, "error", "invalid_request", answered.problem)
 
     def _stop(self, message: Cancel | Preempt) -> None:
         seq = self._current(message.sid, message.epoch)
@@ -245,7 +261,8 @@ class RunningSet:
         nobody can go on. With a step in flight it is the one after that, also for a sequence that may turn out to
         have ended there: its row is computed in vain, in a slot of its own."""
         most = self.info.max_num_tokens
-        open_ones = [seq for seq in self.sequences.values() if not is_full(seq, most, seq.num_drawing)]
+        able = [seq for seq in self.sequences.values() if not seq.awaits_answer]
+        open_ones = [seq for seq in able if not is_full(seq, most, seq.num_drawing)]
         ready = [seq for seq in open_ones if self._has_slot(seq)]
         starved = frozenset(seq.sid for seq in open_ones).difference(seq.sid for seq in ready)
         if starved != self.starved:

@@ -17,6 +17,7 @@ from collections.abc import Callable, Collection
 from typing import Any
 
 from services.gpu_worker.admission import Validate
+from services.gpu_worker.answer_maker import AnswerMaker
 from services.gpu_worker.batch import Drafter, Engine
 from services.gpu_worker.commits import Commit, Place
 from services.gpu_worker.composer import Budget
@@ -51,7 +52,6 @@ class WorkerService:
         heartbeat: Any = None, clock: Callable[[], float] = time.monotonic, cost: StepCost | None = None,
         overlap: bool = True, drafter: Drafter | None = None, grammars: Grammars | None = None,
     ) -> None:  # fmt: skip
-        self._grammars = grammars or Grammars()
         self.redis = redis
         self.scripts = Scripts(redis, model)
         self.records = Records(redis, self.scripts.prefix)
@@ -62,6 +62,7 @@ class WorkerService:
             engine, self.running, max_step_s=max_step_s, cost=cost, clock=clock, overlap=overlap,
             on_step=self.metrics.step_seconds.observe,
         )  # fmt: skip
+        self._answers = AnswerMaker(grammars or Grammars(), self.engine_loop)
         self.watchdog = Watchdog(self.engine_loop, clock)
         self.clock = clock
         self.num_entries = 0  # sequences in the last commit
@@ -156,12 +157,13 @@ class WorkerService:
         if not life.entries:
             life.entries += await life.reader.read(block_ms)
         while life.entries and life is self.life:
-            change = await read_change(life.entries[0], life.worker, self.scripts, self.records, self._grammars)
+            change = await read_change(life.entries[0], life.worker, self.scripts, self.records)
             if life is not self.life:
                 break
             life.entries.popleft()
             if change is not None:
                 self.engine_loop.submit(change)
+                self._answers.begin(change)
                 num_changes += 1
                 if isinstance(change.message, Admit) and not self.lease_is_short:
                     self.lease_is_short = self.beat_is_due = True
@@ -222,9 +224,7 @@ class WorkerService:
             self._committing = False
         self.num_entries = len(commit.entries)
         self.metrics.commit_seconds.observe(self.clock() - started)
-        if life is not self.life:
-            return True
-        if answers is None:
+        if answers is None or life is not self.life:
             self._end(life, "its lease has lapsed")
             return True
         with self.engine_loop.lock:

@@ -38,6 +38,13 @@ class OverlappingEngine(Engine, Protocol):
         ...
 
 
+def results_of(step: Step, chunks: Seq[Chunk]) -> list[Drawn]:
+    drawn = step.results()
+    if [len(tokens) > 0 for tokens in drawn] != [c.sample for c in chunks]:
+        raise ValueError("the engine's results do not match its chunks")
+    return drawn
+
+
 class WholeStep:
     """A step of an engine that computes in its caller's thread."""
 

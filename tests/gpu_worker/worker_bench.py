@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 from services.gpu_worker.composer import Budget
+from services.gpu_worker.grammar import Grammars
 from services.gpu_worker.scripted_engine import ScriptedEngine, validate
 from services.gpu_worker.service import WorkerService
 from shared.bus import connect
@@ -136,7 +137,12 @@ class WorkerBench:
 
 @contextlib.asynccontextmanager
 async def worker_bench(
-    url: str, *, num_blocks: int = 32, capacity: Budget = CAPACITY, **engine_options: Any
+    url: str,
+    *,
+    num_blocks: int = 32,
+    capacity: Budget = CAPACITY,
+    grammars: Grammars | None = None,
+    **engine_options: Any,
 ) -> AsyncIterator[WorkerBench]:
     """A worker that has joined, with a scheduler that has taken it over."""
     clients = [connect(url) for _ in range(3)]
@@ -144,7 +150,7 @@ async def worker_bench(
     engine = ScriptedEngine(num_blocks=num_blocks, block_size=BLOCK_SIZE, max_model_len=64, **engine_options)
     worker = WorkerService(
         clients[0], MODEL, engine, capacity=capacity, validate=validate, name="test", incarnation="w-first",
-        blocking=clients[1], heartbeat=clients[2], clock=clock,
+        blocking=clients[1], heartbeat=clients[2], clock=clock, grammars=grammars,
     )  # fmt: skip
     bench = WorkerBench(clients[0], worker, clock)
     try:
