@@ -33,7 +33,7 @@ TICK_S = 15.0  # silence after which a client is shown that the connection lives
 STATUS_OF_CODE = {
     "context_length_exceeded": 400, "invalid_request": 400, "cancelled": 410, "client_gone": 410, "gateway_gone": 410,
     "timeout": 504, "queue_timeout": 504, "first_token_timeout": 504, "inter_token_timeout": 504,
-    "deadline_exceeded": 504,
+    "deadline_exceeded": 504, "grammar_too_complex": 400,
 }  # fmt: skip
 
 

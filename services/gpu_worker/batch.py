@@ -25,6 +25,23 @@ class Answer(Protocol):
         ...
 
 
+class AnswerFailed(Exception):
+    """What holds a sequence's answer cannot go on: the fault is in the request, and nothing is wrong with the step."""
+
+    def __init__(self, sid: str, reason: str) -> None:
+        super().__init__(f"{sid}: {reason}")
+        self.sid = sid
+        self.reason = reason
+
+
+def mask_after(sid: str, answer: Answer | None, output_ids: Seq[int]) -> bytes | None:
+    """As `Answer.mask_after`, where there is one; AnswerFailed if no token can follow."""
+    try:
+        return None if answer is None else answer.mask_after(output_ids)
+    except ValueError as e:
+        raise AnswerFailed(sid, str(e)) from e
+
+
 @dataclass(slots=True)
 class Sequence:
     """One running sequence. token_ids = prompt and output; the KV of the first num_computed of them is in the pool.

@@ -124,10 +124,10 @@ Mask = np.ndarray[tuple[int], np.dtype[np.uint8]]  # bits of the vocabulary, fil
 
 
 def masks_of(draws: Seq[Draw], vocab_size: int) -> dict[int, Mask]:
-    """What the rows' grammars allow, of those that forbid something. ValueError as `Answer.mask_after`."""
+    """What the rows' grammars allow, of those that forbid something. AnswerFailed."""
     masks = {}
     for row, d in enumerate(draws):
-        allowed = None if d.answer is None else d.answer.mask_after(d.token_ids[d.num_prompt :])
+        allowed = d.mask()
         if allowed is not None:
             mask = np.zeros(num_words(vocab_size) * 4, np.uint8)
             given = np.frombuffer(allowed, np.uint8)[: len(mask)]

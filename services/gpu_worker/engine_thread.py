@@ -9,8 +9,8 @@ nothing to do the thread sleeps on a condition. `step_once` is one round, so tha
 
 A step that fails changes nothing: what it has written lies in blocks that are not sealed, so it is run again in parts,
 and the step that has begun after it is forgotten. A sequence that fails alone ends, if the engine can still compute
-something else; if not, the engine is to blame. Where memory has run out, parts are made until one fits, and later
-steps are no larger.
+something else; if not, the engine is to blame. One whose grammar fails ends at once. Where memory has run out, parts
+are made until one fits, and later steps are no larger.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 
 from services.gpu_worker.admission import Answered
-from services.gpu_worker.batch import Chunk, Engine
+from services.gpu_worker.batch import AnswerFailed, Chunk, Engine
 from services.gpu_worker.commits import Place
 from services.gpu_worker.failures import EngineBroken, EngineDied, OutOfMemory, WorkerFailure
 from services.gpu_worker.probe import probe
@@ -167,13 +167,16 @@ class EngineLoop:
 
     def _take_results(self) -> bool | None:
         """Of the oldest step; None if it went well, else whether memory ran out."""
-        begun = self._in_flight[0]
-        chunks = begun.chunks
+        begun, chunks = self._in_flight[0], self._in_flight[0].chunks
         try:
             drawn = results_of(begun.step, chunks)
         except MemoryError as e:
             log.warning("memory has run out in a step of %d sequences: %s", len(chunks), e)
             return True
+        except AnswerFailed as e:
+            with self.lock:
+                self.running.fail_answer(chunks, e)
+            return False
         except Exception:
             log.warning("a step of %d sequences failed", len(chunks), exc_info=len(chunks) == 1)
             return False

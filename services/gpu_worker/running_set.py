@@ -32,7 +32,7 @@ from services.gpu_worker.admission import (
     whats_wrong,
     why_refused,
 )
-from services.gpu_worker.batch import Chunk, Drafter, Drawn, EngineInfo, Sequence
+from services.gpu_worker.batch import AnswerFailed, Chunk, Drafter, Drawn, EngineInfo, Sequence
 from services.gpu_worker.block_map import BlockMap
 from services.gpu_worker.commits import Ledger, Place
 from services.gpu_worker.composer import Budget, compose
@@ -386,6 +386,12 @@ class RunningSet:
         """The engine cannot compute this one, even alone."""
         if self.sequences.get(seq.sid) is seq:
             self._conclude(seq, "error", "engine_error", ENGINE_ERROR)
+
+    def fail_answer(self, chunks: Seq[Chunk], error: AnswerFailed) -> None:
+        """In a step of these chunks. One that had drafts stays: the grammar may have failed behind a wrong one."""
+        for seq in (c.seq for c in chunks if c.seq.sid == error.sid and not c.draft_ids):
+            if self.sequences.get(seq.sid) is seq:
+                self._conclude(seq, "error", "grammar_too_complex", f"structured output: {error.reason}")
 
     # --- ends --------------------------------------------------------------------------------------------------------
 

@@ -17,7 +17,7 @@ import torch
 
 from kernels.gumbel import NoiseKey
 from kernels.sample_tokens import ChosenToken, NativeOps, TokenChoice, sample_tokens
-from services.gpu_worker.batch import Answer, SampledToken
+from services.gpu_worker.batch import Answer, SampledToken, mask_after
 from shared.protocol import SamplingParams
 
 GREEDY_BELOW = 1e-5  # a lower temperature is 0
@@ -35,10 +35,15 @@ class Draw:
     num_prompt: int
     num_unknown: int = 0
     answer: Answer | None = None
+    sid: str = ""
 
     @property
     def position(self) -> int:
         return len(self.token_ids) + self.num_unknown - self.num_prompt
+
+    def mask(self) -> bytes | None:
+        """Which tokens its grammar allows; None for any. AnswerFailed."""
+        return mask_after(self.sid, self.answer, self.token_ids[self.num_prompt :])
 
     @property
     def token_choice(self) -> TokenChoice:
@@ -124,8 +129,7 @@ def apply_controls(row: torch.Tensor, draw: Draw) -> torch.Tensor:
     row = row.clone()
     if params.logit_bias:
         row[list(params.logit_bias)] += torch.tensor(list(params.logit_bias.values()), dtype=torch.float32)
-    if draw.answer is not None:
-        _forbid(row, draw.answer.mask_after(draw.token_ids[draw.num_prompt :]))
+    _forbid(row, draw.mask())
     banned = list(params.stop_token_ids) if draw.position < params.min_tokens else []
     if banned:
         kept = row[banned]

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 
-from services.gpu_worker.batch import Chunk, Drawn, EngineInfo, SampledToken, Sequence
+from services.gpu_worker.batch import Chunk, Drawn, EngineInfo, SampledToken, Sequence, mask_after
 from shared import scripted_vocab as vocab
 from shared.protocol import SamplingParams
 
@@ -127,7 +127,7 @@ class ScriptedEngine:
         seed, choice = (params.seed, seq.choice) if params.temperature > 0 else (0, 0)
         token = vocab.next_token(seq.token_ids, seq.num_prompt_tokens, seed, choice)
         if seq.answer is not None:
-            token = _next_allowed(token, seq.answer.mask_after(seq.token_ids[seq.num_prompt_tokens :]))
+            token = _next_allowed(token, mask_after(seq.sid, seq.answer, seq.token_ids[seq.num_prompt_tokens :]))
         if params.logprobs is None:
             return SampledToken(token)
         rest = [(token + i) % vocab.VOCAB_SIZE for i in range(1, params.logprobs)]

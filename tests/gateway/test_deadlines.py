@@ -116,3 +116,11 @@ async def test_deadlines_are_in_the_record_in_redis_time(served: Served) -> None
     await served.worker.fail(sid, "queue_timeout", "said by a scheduler")
     status, code, _ = await asking
     assert (status, code) == (504, "queue_timeout")
+
+
+async def test_a_grammar_that_fails_on_the_way_is_the_clients_fault(served: Served) -> None:
+    asking = asyncio.ensure_future(ask(served))
+    [sid] = await wait_until(served.worker.queued)
+    await served.worker.fail(sid, "grammar_too_complex", "structured output: the grammar is too complex")
+    status, code, message = await asking
+    assert (status, code) == (400, "grammar_too_complex") and "too complex" in message

@@ -6,13 +6,15 @@ from typing import Any
 
 import pytest
 
+from services.gpu_worker.admission import Answered
 from services.gpu_worker.batch import Chunk, Drawn
 from services.gpu_worker.engine_thread import EngineLoop
 from services.gpu_worker.failures import EngineBroken, EngineDied, OutOfMemory
+from services.gpu_worker.grammar import GrammarError
 from services.gpu_worker.running_set import Change, RunningSet
 from services.gpu_worker.scripted_engine import ScriptedEngine
 from shared import scripted_vocab as vocab
-from shared.protocol import Outcome
+from shared.protocol import Constraint, Outcome
 from shared.wire import decode_as
 from shared.worker_protocol import Cancel
 from tests.gpu_worker.builders import ended, make_admission, make_admit, make_engine, make_running
@@ -93,6 +95,36 @@ def test_only_those_that_fail_alone_end_and_their_mates_are_untouched(poison: li
         else:
             assert outcome.reason == "length" and tokens == vocab.answer([number, *PROMPT], 6)
     assert len(outcomes(running)) == 5
+
+
+class FailingGrammar:
+    """Allows everything up to so many tokens, and then cannot go on."""
+
+    def __init__(self, num_tokens: int) -> None:
+        self._num_tokens = num_tokens
+
+    def mask_after(self, output_ids: Sequence[int]) -> bytes | None:
+        if len(output_ids) >= self._num_tokens:
+            raise GrammarError("the grammar is too complex")
+        return None
+
+    def allows(self, output_ids: Sequence[int]) -> bool:
+        return True
+
+    def fork(self) -> FailingGrammar:
+        return self
+
+
+def test_a_grammar_that_fails_ends_its_own_answer_as_the_clients_fault() -> None:
+    loop, running, engine = make_loop()
+    sids = [submit(loop, n, max_tokens=4, constraint=Constraint(grammar="g") if n == 1 else None) for n in range(4)]
+    loop.submit(Answered(sids[1], 1, FailingGrammar(2)))
+    run_dry(loop)
+    assert engine.batches == [sids, sids, sids, [sids[0], *sids[2:]], [sids[0], *sids[2:]]]
+    ended = outcomes(running)
+    assert (ended[sids[1]].code, ended[sids[1]].num_tokens) == ("grammar_too_complex", 2)
+    assert ended[sids[1]].message == "structured output: the grammar is too complex"
+    assert [ended[sid].reason for sid in (sids[0], *sids[2:])] == ["length"] * 3
 
 
 def test_blocks_of_a_failed_step_are_not_sealed() -> None:

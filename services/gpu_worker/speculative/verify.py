@@ -36,7 +36,8 @@ def _draw_after(chunk: Chunk, num_drafts: int, answer: Answer | None) -> Draw:
         token_ids = [*token_ids, *chunk.draft_ids[:num_drafts]]
     if num_drafts and answer is not None and not answer.allows(token_ids[seq.num_prompt_tokens :]):
         answer = None  # behind such a draft nothing is taken
-    return Draw(seq.params, seq.choice, token_ids, seq.num_prompt_tokens, max(0, end - len(seq.token_ids)), answer)
+    num_unknown = max(0, end - len(seq.token_ids))
+    return Draw(seq.params, seq.choice, token_ids, seq.num_prompt_tokens, num_unknown, answer, seq.sid)
 
 
 def drawn_by_chunk(chunks: Seq[Chunk], sample_chunks: Seq[int], tokens: Seq[SampledToken | None]) -> list[Drawn]:

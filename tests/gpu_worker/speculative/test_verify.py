@@ -6,9 +6,11 @@ from typing import Any
 
 import pytest
 
-from services.gpu_worker.batch import Chunk, SampledToken, Sequence
+from services.gpu_worker.batch import AnswerFailed, Chunk, SampledToken, Sequence
+from services.gpu_worker.grammar import GrammarError
 from services.gpu_worker.speculative.verify import drawn_by_chunk, draws_of
 from services.gpu_worker.step_inputs import SequenceError
+from shared.protocol import Constraint
 from tests.gpu_worker.any_engine import AnyEngine, engine_threads, load_native, load_torch
 from tests.gpu_worker.builders import make_sequence
 from tests.gpu_worker.guesses import GUESSES, run_with_drafts
@@ -92,6 +94,29 @@ def test_drafts_do_not_move_the_answer_that_they_are_guesses_of() -> None:
     masks = [d.answer and ids(d.answer.mask_after(d.token_ids[4:])) for d in draws]
     assert masks == [[ord('"')], [ord("r")], [ord("e"), ord("o")], [ord("s")], None]
     assert draws[0].answer is answer and answer._ids == []
+
+
+class FailsBehindAnything:
+    def mask_after(self, output_ids: list[int]) -> bytes | None:
+        if output_ids:
+            raise GrammarError("the grammar is too complex")
+        return None
+
+    def allows(self, output_ids: list[int]) -> bool:
+        return True
+
+    def fork(self) -> FailsBehindAnything:
+        return self
+
+
+def test_a_grammar_that_fails_names_its_sequence(engine: AnyEngine) -> None:
+    runner = Runner(engine)
+    good, bad = (runner.sequence([1, 2, 3, n], 4, constraint=Constraint(grammar="g")) for n in range(2))
+    bad.answer = FailsBehindAnything()  # type: ignore[assignment]
+    with pytest.raises(AnswerFailed) as failed:
+        engine.step([Chunk(good, 0, 4, True), Chunk(bad, 0, 4, True, (5,))])
+    assert failed.value.sid == bad.sid
+    assert all(engine.step([Chunk(good, 0, 4, True), Chunk(bad, 0, 4, True)]))
 
 
 def test_drafts_that_cannot_be_are_refused(engine: AnyEngine) -> None:
