@@ -1,4 +1,4 @@
-"""Which device a worker computes on, and, where that cannot be a GPU, what is missing."""
+"""Which device a worker computes on and in which types, and, where that cannot be a GPU, what is missing."""
 
 from __future__ import annotations
 
@@ -8,10 +8,13 @@ import logging
 import torch
 
 from kernels.dispatch import interpreted
+from services.gpu_worker.kv_pool import cache_dtype
+from services.gpu_worker.model.config import ConfigError
 from shared.settings import SettingsError
 
 log = logging.getLogger(__name__)
 
+DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 OLDEST = (8, 0)  # compute capability that kernels are made for
 
 
@@ -50,3 +53,11 @@ def missing_for_cuda() -> str:
     if torch.version.cuda is not None and torch.cuda.get_device_capability() < OLDEST:
         return f"{torch.cuda.get_device_name()} is too old: kernels are made for compute capability 8.0 and later"
     return ""
+
+
+def computed_types(device: torch.device, dtype: str, kv_cache_dtype: str) -> tuple[torch.dtype, torch.dtype]:
+    """What the GPU engine computes in there, and its cache's type: auto is bfloat16, on the CPU float32, for both."""
+    if dtype not in ("auto", *DTYPES):
+        raise ConfigError(f"dtype: {dtype!r} is not supported (known: auto, {', '.join(DTYPES)})")
+    computed = DTYPES.get(dtype, torch.float32 if device.type == "cpu" else torch.bfloat16)
+    return computed, computed if kv_cache_dtype == "auto" else cache_dtype(kv_cache_dtype)

@@ -20,14 +20,13 @@ from kernels.kv_cache import KvCache, empty_kv_cache
 from services.gpu_worker.attention_plan import Geometry
 from services.gpu_worker.batch import Chunk, Drawn, EngineInfo, Sequence
 from services.gpu_worker.cuda_graphs import DecodeGraphs, Recorder
+from services.gpu_worker.device import computed_types
 from services.gpu_worker.device_sampler import PendingTokens, draw, needs_history
 from services.gpu_worker.engine import USEFUL_CONTEXTS, context_length, memory_errors
 from services.gpu_worker.gpu_inputs import DeviceInputs, build_inputs, upload
 from services.gpu_worker.gpu_memory import Budget, Card
-from services.gpu_worker.kv_pool import block_bytes, cache_dtype, num_blocks_for
-from services.gpu_worker.model.config import ConfigError
+from services.gpu_worker.kv_pool import block_bytes, num_blocks_for
 from services.gpu_worker.model.gpu_decoder import GpuDecoder, refuse_unknown
-from services.gpu_worker.planning import card_weight_bytes
 from services.gpu_worker.speculative.verify import drawn_by_chunk, draws_of
 from services.gpu_worker.variant import gpu_variant, kind_of
 from services.gpu_worker.weights.loader import Progress, load_weights, open_source
@@ -36,8 +35,6 @@ from services.gpu_worker.weights.outline import outline
 from shared.protocol import SamplingParams
 
 log = logging.getLogger(__name__)
-
-DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,14 +129,14 @@ class GpuEngine:
         there is one, what weights and a step leave of it is the pool's, unless kv_cache_bytes says how large that is.
         recorder: of graphs, with which decoding steps are launched at once.
         """
-        computed, kv_dtype = _dtypes(device, dtype, kv_cache_dtype)
+        computed, kv_dtype = computed_types(device, dtype, kv_cache_dtype)
         source = open_source(model, quantization)
         config = source.config
         refuse_unknown(config)
         length = context_length(config, max_model_len, windows=True)
         budget = None if card is None else Budget(card.total_bytes, card.free_bytes(), limits.memory_share)
         if budget is not None:
-            budget.check_weights(card_weight_bytes(outline(model, quantization)))
+            budget.check_weights(outline(model, quantization).device_bytes(computed))
         with torch.inference_mode(), memory_errors():
             decoder = GpuDecoder(config, load_weights(source, progress, OnDevice(device, computed)), length)
         identity = f"{source.identity}-{length}" if config.rope.kind == "longrope" else source.identity
@@ -211,14 +208,6 @@ class GpuEngine:
             fill_in(inputs.token_ids)
             logits = self._decoder.forward(inputs, self._caches)
         return logits
-
-
-def _dtypes(device: torch.device, dtype: str, kv_cache_dtype: str) -> tuple[torch.dtype, torch.dtype]:
-    """What is computed in, and the cache's."""
-    if dtype not in ("auto", *DTYPES):
-        raise ConfigError(f"dtype: {dtype!r} is not supported (known: auto, {', '.join(DTYPES)})")
-    computed = DTYPES.get(dtype, torch.float32 if device.type == "cpu" else torch.bfloat16)
-    return computed, computed if kv_cache_dtype == "auto" else cache_dtype(kv_cache_dtype)
 
 
 def _num_blocks(

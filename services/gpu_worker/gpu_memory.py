@@ -63,16 +63,20 @@ class Budget:
         if num_bytes >= self.usable:
             raise ConfigError(f"{self}; the weights alone take {_gib(num_bytes)}")
 
+    def room(self, *, taken: int, step: int, block_bytes: int, most_useful: int) -> int:
+        """How many blocks there is room for. taken: by this worker, weights and all; step: what the largest one takes
+        beside."""
+        return max(0, min((self.usable - taken - step) // block_bytes, most_useful))
+
     def num_blocks(self, *, taken: int, step: int, block_bytes: int, most_useful: int) -> int:
-        """taken: by this worker, weights and all; step: what the largest one takes beside. ConfigError if there is no
-        room for a block."""
-        num_blocks = (self.usable - taken - step) // block_bytes
+        """As `room`; ConfigError if there is none for a block."""
+        num_blocks = self.room(taken=taken, step=step, block_bytes=block_bytes, most_useful=most_useful)
         if num_blocks < 1:
             raise ConfigError(
                 f"{self}; weights take {_gib(taken)} and a step up to {_gib(step)}, which leaves no room for keys and "
                 "values (steps are smaller with less --max-num-batched-tokens or --max-num-seqs)"
             )
-        return min(num_blocks, most_useful)
+        return num_blocks
 
     def __str__(self) -> str:
         share = int(self.total * self.share)

@@ -1,7 +1,7 @@
 """What a worker would allocate for a model, and what fits: by the engines' own sizing, before anything is loaded.
 
-A card holds matrices as the file quantises them, else in 16 bits, and its pool is what they leave of the share of its
-memory that a worker may use. On a CPU the pool is a setting, or a share of the memory that is available.
+On a card, where nobody else is thought to be, the pool is what weights and a step leave of the worker's share. On a CPU
+it is a setting, or a share of the memory that is available.
 """
 
 from __future__ import annotations
@@ -12,12 +12,16 @@ from math import ceil
 import torch
 
 from kernels.packed_weight import TILE_ROWS, packed_bytes
+from services.gpu_worker.device import computed_types
 from services.gpu_worker.engine import USEFUL_CONTEXTS, context_length
+from services.gpu_worker.gpu_memory import Budget
 from services.gpu_worker.kv_pool import block_bytes, cache_dtype, num_blocks_for
-from services.gpu_worker.model import native_decoder
+from services.gpu_worker.model import gpu_decoder, native_decoder
 from services.gpu_worker.model.config import ModelConfig, NotNativeError
 from services.gpu_worker.weights.native_loader import refuse_unknown
-from services.gpu_worker.weights.outline import Outline, Outlined
+from services.gpu_worker.weights.outline import Outline
+
+CARD_LOGITS = 3  # of a step: as the model gives them, kept for log-probabilities, and scaled to be drawn from
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +33,7 @@ class Limits:
     max_num_seqs: int
     max_model_len: int | None = None
     kv_cache_dtype: str = "auto"
-    kv_cache_bytes: int | None = None  # of a CPU
+    kv_cache_bytes: int | None = None
     memory_share: float = 0.9  # of a card
 
 
@@ -89,19 +93,24 @@ def plan_cpu(outline: Outline, limits: Limits, engine: str = "auto") -> Plan:
     most_useful = USEFUL_CONTEXTS * -(-length // limits.block_size)
     num_blocks = num_blocks_for(limits.kv_cache_bytes, size, most_useful)
     weights = _native_weights(outline) if kind == "native" else _torch_weights(outline)
-    return _plan(kind, outline, length, weights, _step_bytes(config, limits, length, 4), limits, size, num_blocks)
+    return _plan(kind, outline, length, weights, _step_bytes(config, limits, length, 4, 1), limits, size, num_blocks)
 
 
 def plan_card(outline: Outline, limits: Limits, memory_bytes: int) -> Plan:
-    """A plan of 0 blocks where the weights alone are too many."""
+    """A plan of 0 blocks where the weights alone are too many. ValueError (NotOnGpuError too) as the GPU engine."""
     config = outline.config
+    gpu_decoder.refuse_unknown(config)
     length = context_length(config, limits.max_model_len, windows=True)
-    dtype = torch.bfloat16 if limits.kv_cache_dtype == "auto" else cache_dtype(limits.kv_cache_dtype)
-    size = block_bytes(config, limits.block_size, dtype)
-    weights = card_weight_bytes(outline)
-    step = _step_bytes(config, limits, length, 2)
-    left = int(memory_bytes * limits.memory_share) - weights - step
-    return _plan("card", outline, length, weights, step, limits, size, max(0, left // size))
+    computed, kv_dtype = computed_types(torch.device("cuda"), "auto", limits.kv_cache_dtype)
+    size = block_bytes(config, limits.block_size, kv_dtype)
+    most_useful = USEFUL_CONTEXTS * -(-length // limits.block_size)
+    weights = outline.device_bytes(computed)
+    step = _step_bytes(config, limits, length, computed.itemsize, CARD_LOGITS)
+    budget = Budget(memory_bytes, memory_bytes, limits.memory_share)
+    num_blocks = budget.room(taken=weights, step=step, block_bytes=size, most_useful=most_useful)
+    if num_blocks and limits.kv_cache_bytes is not None:
+        num_blocks = num_blocks_for(limits.kv_cache_bytes, size, most_useful)
+    return _plan("card", outline, length, weights, step, limits, size, num_blocks)
 
 
 def _plan(engine: str, outline: Outline, length: int, weights: int, step: int, limits: Limits, size: int,
@@ -124,16 +133,8 @@ def _torch_weights(outline: Outline) -> int:
     return 4 * (twice + sum(p.num_elements for p in outline.parameters))
 
 
-def card_weight_bytes(outline: Outline) -> int:
-    return sum(map(_card_bytes, outline.parameters))
-
-
-def _card_bytes(parameter: Outlined) -> int:
-    return int(parameter.num_elements * (parameter.file_bits if parameter.quantized_as else 16) / 8)
-
-
-def _step_bytes(config: ModelConfig, limits: Limits, length: int, width: int) -> int:
+def _step_bytes(config: ModelConfig, limits: Limits, length: int, width: int, copies: int) -> int:
     heads = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
     row = width * (3 * config.hidden_size + 2 * heads + 2 * config.intermediate_size)
-    logits = 4 * limits.max_num_seqs * config.vocab_size
+    logits = 4 * copies * limits.max_num_seqs * config.vocab_size
     return limits.max_num_batched_tokens * row + logits + 4 * length * config.turned

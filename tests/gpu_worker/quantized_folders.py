@@ -179,7 +179,10 @@ FORMATS: dict[str, tuple[dict[str, Any], Callable[..., Written]]] = {
     "packed-4": (PACKED, compressed(4)),
     "packed-4-zeros": (PACKED, compressed(4, zeros=True)),
     "packed-4-act-order": (PACKED, compressed(4, act_order=True)),
-    "packed-8-channel": (PACKED | {"sparsity_config": {"format": "dense"}}, compressed(8, groups=False)),
+    "packed-8-channel": (
+        PACKED | {"sparsity_config": {"format": "dense"}, **group(num_bits=8, type="int", strategy="channel")},
+        compressed(8, groups=False),
+    ),
     "int-quantized": (PACKED | {"format": "int-quantized"}, scaled("int8", "channel")),
     "float-quantized": (PACKED | {"format": "float-quantized"}, scaled("fp8", "channel")),
     "float-blocks": (

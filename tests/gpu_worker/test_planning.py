@@ -1,10 +1,10 @@
-"""Plans: as many bytes as engines then have, cards by arithmetic of their own, and the command."""
+"""Plans: as many bytes as engines then have, a GPU's on the CPU with a made-up card, and the command."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,9 @@ import torch
 from kernels.packed_weight import PackedWeight, packed_bytes
 from services.gpu_worker.commands import plan as command
 from services.gpu_worker.engine import TorchEngine
+from services.gpu_worker.gpu_engine import GpuEngine, StepLimits
+from services.gpu_worker.model import gpu_decoder
+from services.gpu_worker.model.config import NotOnGpuError
 from services.gpu_worker.model.parameters import parameters
 from services.gpu_worker.native_engine import NativeEngine
 from services.gpu_worker.planning import Limits, plan_card, plan_cpu
@@ -23,11 +26,14 @@ from tests.gpu_worker.any_engine import AnyEngine, load_native, load_torch
 from tests.gpu_worker.gguf_files import write_gguf
 from tests.gpu_worker.quantized_folders import quantize
 from tests.gpu_worker.test_default_model import model_path
+from tests.gpu_worker.test_gpu_engine import MadeUpCard
+from tests.gpu_worker.test_quantization import SIZES
 from tests.gpu_worker.tiny_models import ARCHITECTURES, MORE_ARCHITECTURES, save
 from tests.kernels.random_weights import TYPES, random_weight
 from tests.kernels.threads import torch_threads
 
 LIMITS = Limits(block_size=16, max_num_batched_tokens=64, max_num_seqs=4, kv_cache_bytes=2 << 20)
+CARD_LIMITS = dataclasses.replace(LIMITS, max_num_batched_tokens=512, max_num_seqs=64, kv_cache_bytes=None)
 LLAMA_70B: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"], "vocab_size": 128256, "hidden_size": 8192, "intermediate_size": 28672,
     "num_hidden_layers": 80, "num_attention_heads": 64, "num_key_value_heads": 8, "max_position_embeddings": 8192,
@@ -50,11 +56,13 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
             yield from tensors_in(part)
 
 
-def held_bytes(engine: AnyEngine) -> tuple[int, int]:
+def held_bytes(engine: AnyEngine | GpuEngine) -> tuple[int, int]:
     """Of weights and of the pool, each piece of memory once."""
     if isinstance(engine, NativeEngine):
         weights = engine.decoder._kept[0]
         caches = [array for cache in engine.decoder.caches for array in (cache.k, cache.v)]
+    elif isinstance(engine, GpuEngine):
+        weights, caches = engine._decoder._weights, [tensor for cache in engine._caches for tensor in cache.tensors()]
     else:
         weights = engine._decoder.weights
         caches = [tensor for cache in engine._pool.layers for tensor in (cache.k, cache.v)]
@@ -123,20 +131,67 @@ def write_70b(folder: Path) -> Path:
     return folder
 
 
+class UntriedCard(MadeUpCard):
+    """Where torch stands in for kernels, steps are computed in float32 alone."""
+
+    def peak_bytes(self, run: Callable[[], object]) -> int:
+        return self._step
+
+
+KINDS = (
+    "floats", "tied", "Q5_0", "int8", "fp8", "awq", "gptq-3", "gptq-act-order", "packed-8-channel", "int-quantized",
+    "float-quantized", "fp8-block", "nf4",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "kv_cache_dtype"), [*((kind, "auto") for kind in KINDS), ("floats", "int8")])
+def test_a_gpu_engine_holds_what_was_planned(tmp_path: Path, kind: str, kv_cache_dtype: str) -> None:
+    """In float16, which takes what bfloat16 takes."""
+    quantization, path = kind if kind in ("int8", "fp8") else "none", tmp_path
+    with torch_threads(1):
+        model = save("llama", tmp_path, **SIZES, tie_word_embeddings=kind in ("tied", "Q5_0"))
+        if kind == "Q5_0":
+            write_gguf(model, path := tmp_path / "model.gguf", type_name=kind)
+        elif kind not in ("floats", "tied", quantization):
+            quantize(model, tmp_path, kind)
+        total = 2 << 30
+        limits = dataclasses.replace(LIMITS, kv_cache_bytes=None, kv_cache_dtype=kv_cache_dtype, memory_share=0.002)
+        plan = plan_card(outline(path, quantization), limits, total)
+        card = UntriedCard(total, total, taken=plan.weight_bytes, step=plan.step_bytes)
+        engine = GpuEngine.load(
+            path, torch.device("cpu"), dtype="float16", kv_cache_dtype=kv_cache_dtype, quantization=quantization,
+            limits=StepLimits(limits.max_num_batched_tokens, limits.max_num_seqs, limits.memory_share), card=card,
+        )  # fmt: skip
+    assert (plan.num_blocks, plan.max_model_len) == (engine.info.num_blocks, engine.info.max_model_len)
+    assert (plan.weight_bytes, plan.pool_bytes) == held_bytes(engine)
+    asked = dataclasses.replace(limits, kv_cache_bytes=1 << 20)
+    assert plan_card(outline(path, quantization), asked, total).num_blocks == (1 << 20) // plan.block_bytes
+
+
 def test_a_model_of_70_billion_at_4_bits_fits_on_48_gb(tmp_path: Path) -> None:
-    plan = plan_card(outline(write_70b(tmp_path)), dataclasses.replace(LIMITS, max_num_batched_tokens=512), 48 << 30)
+    plan = plan_card(outline(write_70b(tmp_path)), CARD_LIMITS, 48 << 30)
     matrices = 80 * (8192 * 8192 * 2 + 2 * 8192 * 1024 + 3 * 8192 * 28672)
     ends = 2 * 128256 * 8192
     assert plan.num_parameters == pytest.approx(matrices + ends, rel=1e-4)
-    assert plan.weight_bytes == pytest.approx(matrices * (4 + 20 / 128) / 8 + ends * 2, rel=0.001)
+    assert plan.weight_bytes == pytest.approx(matrices * (4 + 32 / 128) / 8 + ends * 2, rel=0.001)
     assert plan.kv_bytes_per_token == 80 * 8 * 128 * 2 * 2
-    left = 0.9 * (48 << 30) - plan.weight_bytes
-    assert 0.97 * left < plan.pool_bytes < left
+    left = 0.9 * (48 << 30) - plan.weight_bytes - plan.step_bytes
+    assert left - plan.block_bytes < plan.pool_bytes <= left
     assert plan.num_sequences(8192) == 2
-    assert plan_card(outline(tmp_path), LIMITS, 24 << 30).num_blocks == 0
-    assert plan_card(outline(tmp_path), dataclasses.replace(LIMITS, kv_cache_dtype="int8"), 48 << 30).num_blocks > (
-        1.9 * plan.num_blocks
-    )
+    assert plan_card(outline(tmp_path), CARD_LIMITS, 24 << 30).num_blocks == 0
+    smaller = dataclasses.replace(CARD_LIMITS, kv_cache_dtype="int8")
+    assert plan_card(outline(tmp_path), smaller, 48 << 30).num_blocks > 1.9 * plan.num_blocks
+
+
+def test_what_a_gpu_does_not_compute_has_no_plan_for_a_card(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(_: Any) -> None:
+        raise NotOnGpuError("kernels for GPUs do not compute this")
+
+    monkeypatch.setattr(gpu_decoder, "refuse_unknown", refuse)
+    status, out, err = run(capsys, str(write_70b(tmp_path)), "--device", "h100")
+    assert (status, out, err) == (1, "", "headrace plan: kernels for GPUs do not compute this\n")
 
 
 def run(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[int, str, str]:

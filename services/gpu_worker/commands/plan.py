@@ -43,7 +43,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     ap.add_argument("--engine", choices=("auto", "native", "torch"), help="on a CPU, as for `headrace serve`")
     ap.add_argument("--quantization", metavar="METHOD", help="as for `headrace serve`")
     ap.add_argument("--kv-cache-dtype", metavar="TYPE", help="as for `headrace serve`")
-    ap.add_argument("--kv-cache-bytes", metavar="SIZE", help="on a CPU, as for `headrace serve`")
+    ap.add_argument("--kv-cache-bytes", metavar="SIZE", help="as for `headrace serve`")
     ap.add_argument("--json", action="store_true", help="one JSON line instead of a table")
     args = ap.parse_args(argv)
     if args.concurrency < 1 or (args.context is not None and args.context < 1):

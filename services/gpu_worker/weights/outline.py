@@ -9,31 +9,34 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from kernels.packed_weight import GROUP
 from services.gpu_worker.model.config import Keys, ModelConfig
 from services.gpu_worker.model.hf_config import config_from_hf
 from services.gpu_worker.model.parameters import parameters
 from services.gpu_worker.weights import online
+from services.gpu_worker.weights.device_bytes import Form, Grouping, Scaling, device_bytes
 from services.gpu_worker.weights.gguf import GGUFSource
 from services.gpu_worker.weights.quantization import WHERE, check_method
 from services.gpu_worker.weights.safetensors import INDEX, QUANTIZATION, SINGLE, json_object
-from shared.gguf_header import GGML_TYPES
 
 _DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
-_BITS = {name: 8 * num_bytes / elements for name, elements, num_bytes in GGML_TYPES.values()}
+_ROWS_OF_FP8 = Scaling(torch.float8_e4m3fn, 0)
+_FLOATS_ON_GPU = ("embedding.weight", "head.weight")
 _NOT_QUANTISED = ("embedding", "head", "router", "shared_gate")
 
 
 @dataclass(frozen=True, slots=True)
 class Outlined:
-    """native_type: as which native kernels hold a matrix; file_bits: what the file spends on an element.
+    """native_type: as which native kernels hold a matrix; form: as which a GPU's products take it.
 
     quantized_as is as in `WeightSource.quantized_as`."""
 
     place: str
     shape: tuple[int, ...]
     native_type: str
-    file_bits: float
+    form: Form = None
     quantized_as: str = ""
 
     @property
@@ -46,12 +49,16 @@ class Outline:
     config: ModelConfig
     parameters: tuple[Outlined, ...]
 
+    def device_bytes(self, dtype: torch.dtype) -> int:
+        """Of all on a GPU that computes in dtype, as `OnDevice` keeps them; embedding and output head are floats."""
+        return sum(device_bytes(None if p.place in _FLOATS_ON_GPU else p.form, p.shape, dtype) for p in self.parameters)
+
 
 @dataclass(frozen=True, slots=True)
 class _Quantized:
     method: str
     native_type: str
-    file_bits: float
+    form: Form
     group: int = 0  # columns; 0: all of a row
 
 
@@ -68,21 +75,21 @@ def _quantized_online(parameter: Outlined, method: str) -> Outlined:
     if not online.is_quantized(place) or not online.check_stored(place, parameter.quantized_as, method):
         return parameter
     online.check_columns(place, columns, method)
-    bits = {"int8": _BITS["Q8_0"], "int4": _BITS["Q4_0"], "fp8": 8.0}[method]
-    return replace(parameter, native_type=online.TYPES[method], file_bits=bits, quantized_as=method)
+    form = _ROWS_OF_FP8 if method == "fp8" else online.TYPES[method]
+    return replace(parameter, native_type=online.TYPES[method], form=form, quantized_as=method)
 
 
 def _of_gguf(source: GGUFSource) -> Outline:
     types = {place: source.type_of(place) for place in source.shapes}
     held = {"IQ4_NL": "Q8_0"}
+
+    def outlined(place: str, shape: tuple[int, ...]) -> Outlined:
+        native_type, quantized_as = held.get(types[place], types[place]), source.quantized_as(place)
+        return Outlined(place, shape, native_type, native_type if quantized_as else None, quantized_as)
+
     return Outline(
         replace(source.config, tied="head.weight" not in types),
-        tuple(
-            Outlined(
-                place, shape, held.get(types[place], types[place]), _BITS[types[place]], source.quantized_as(place)
-            )
-            for place, shape in source.shapes.items()
-        ),
+        tuple(outlined(place, shape) for place, shape in source.shapes.items()),
     )
 
 
@@ -103,11 +110,11 @@ def _of_folder(folder: Path) -> Outline:
 
 def _outlined(place: str, shape: tuple[int, ...], dense: str, quantized: _Quantized | None) -> Outlined:
     if quantized is None or len(shape) < 2 or place.split(".")[-2] in _NOT_QUANTISED:
-        return Outlined(place, shape, dense, _BITS[dense])
+        return Outlined(place, shape, dense)
     held = quantized.native_type
     if (quantized.group or shape[1]) % GROUP or shape[1] % GROUP:
         held = "F16"
-    return Outlined(place, shape, held, quantized.file_bits, quantized.method)
+    return Outlined(place, shape, held, quantized.form, quantized.method)
 
 
 def _files(folder: Path) -> tuple[list[str], int]:
@@ -131,21 +138,31 @@ def _quantized(values: Mapping[str, Any]) -> _Quantized:
     if method in ("awq", "gptq"):
         return _packed(values, method, int(values["bits"]) if "bits" in values else 4)
     if method == "compressed-tensors":
-        weights = next(iter(values["config_groups"].values()))["weights"]
-        if values.get("format") == "pack-quantized":
-            return _packed({"sym": weights.get("symmetric", True), **weights}, method, int(weights.get("num_bits", 4)))
-        return _Quantized(method, "F16", 8.0)
-    if method == "bitsandbytes" and values.get("load_in_4bit"):
-        return _Quantized(method, "F16", 4.0 + (8.0 if values.get("bnb_4bit_use_double_quant") else 32.0) / 64)
-    return _Quantized(method, "F16", 8.0)
+        return _compressed(values)
+    if method == "bitsandbytes":
+        return _Quantized(method, "F16", None if values.get("load_in_4bit") else Grouping(8, 0, True))
+    block = values.get("weight_block_size")
+    return _Quantized(method, "F16", replace(_ROWS_OF_FP8, group=block[1]) if block else _ROWS_OF_FP8)
+
+
+def _compressed(values: Mapping[str, Any]) -> _Quantized:
+    method, group = values["quant_method"], next(iter(values["config_groups"].values()))
+    weights = group["weights"]
+    columns, centred = Keys(weights, WHERE).take("group_size", int, 0), bool(weights.get("symmetric", True))
+    if values["format"] == "pack-quantized":
+        return _packed({"sym": centred, **weights}, method, int(weights.get("num_bits", 4)))
+    block = weights.get("block_structure")
+    columns = max(0, block[1] if block else columns)
+    if values["format"] == "float-quantized" or weights.get("type") == "float":
+        return _Quantized(method, "F16", replace(_ROWS_OF_FP8, group=columns))
+    as_bytes = centred and group.get("input_activations") is not None
+    return _Quantized(method, "F16", Scaling(torch.int8, columns) if as_bytes else Grouping(8, columns, centred))
 
 
 def _packed(values: Mapping[str, Any], method: str, bits: int) -> _Quantized:
     """Codes with scales and zeros by group."""
-    group = Keys(values, WHERE).take("group_size", int, 0)
+    group = max(0, Keys(values, WHERE).take("group_size", int, 0))
     centred = method != "awq" and bool(values.get("sym", True))
-    file_bits = bits + (16 + bits) / group if group > 0 else float(bits)
+    in_order = not values.get("desc_act") and values.get("actorder") != "group"
     held = {4: "Q4_0" if centred else "Q4_1", 8: "Q8_0" if centred else "F16"}.get(bits, "F16")
-    if values.get("desc_act") or values.get("actorder") == "group":
-        held = "F16"
-    return _Quantized(method, held, file_bits, max(0, group))
+    return _Quantized(method, held if in_order else "F16", Grouping(bits, group, centred, in_order), group)
