@@ -203,6 +203,28 @@ async def test_a_silent_stream_shows_that_it_lives(served: Served, monkeypatch: 
         assert "[DONE]" in await response.text()
 
 
+async def test_tokens_that_nobody_sees_do_not_stand_for_something_sent(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(generation, "TICK_S", 0.1)
+    body = {"prompt": "x", "stream": True, "max_tokens": 400, "stop": ["a" * 256]}
+
+    async def go_on(sid: str) -> None:
+        await served.worker.place(sid)
+        for _ in range(200):
+            await served.worker.commit(sid, list(b"a"))
+            await asyncio.sleep(0.02)
+
+    async with served.session.post(served.url + "/v1/completions", json=body) as response:
+        [sid] = await wait_until(served.worker.queued)
+        going_on = asyncio.ensure_future(go_on(sid))
+        try:
+            for _ in range(3):
+                assert await asyncio.wait_for(response.content.readuntil(b"\n\n"), 2) == b": keep-alive\n\n"
+        finally:
+            going_on.cancel()
+
+
 @pytest.mark.parametrize("streamed", [False, True])
 async def test_a_response_that_moved_elsewhere_ends_with_an_error_that_says_so(served: Served, streamed: bool) -> None:
     async def move() -> None:

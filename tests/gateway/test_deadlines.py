@@ -122,5 +122,5 @@ async def test_a_grammar_that_fails_on_the_way_is_the_clients_fault(served: Serv
     asking = asyncio.ensure_future(ask(served))
     [sid] = await wait_until(served.worker.queued)
     await served.worker.fail(sid, "grammar_too_complex", "structured output: the grammar is too complex")
-    status, code, message = await asking
-    assert (status, code) == (400, "grammar_too_complex") and "too complex" in message
+    status, code, _ = await asking
+    assert (status, code) == (400, "grammar_too_complex")
