@@ -1,8 +1,8 @@
 """Faults at random, from a seed, under constant load: every answer is the one it always is.
 
-Two of each service and a Redis of its own; clients of both gateways ask for everything that `load.mixed` has, some hang
-up, and what they are answered is judged (`checker.judge`). In the end the stack must be at rest, and nobody may have
-ended but those who were made to.
+Two of each service and a Redis of its own; the workers speculate. Clients of both gateways ask for everything that
+`load.mixed` has, some hang up, and what they are answered is judged (`checker.judge`). In the end the stack must be at
+rest, and nobody may have ended but those who were made to.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from tests.chaos.play import ChaosStack
 from tests.chaos.schedule import Fault, faults
 from tests.e2e.balanced import BalancedClient
 from tests.e2e.clients import Answer, Client, Json
-from tests.e2e.load import SLOW, mixed
+from tests.e2e.load import SLOW, SPECULATIVE, mixed
 from tests.e2e.own_redis import OwnRedis
 from tests.e2e.process import Process
 
@@ -44,7 +44,8 @@ ALLOWED = (
     "Redis is away", "is gone; \\d+ sequences", "out of memory", "OOM command", "Too many open files",
     "the records of .* cannot be read", "socket.accept", "MISCONF", "is over",
 )  # fmt: skip
-ENV: dict[str, object] = SLOW | {"max_strikes": 10, "drain_timeout_s": 5}  # many die here, none by a request's fault
+# many die here, none by a request's fault
+ENV: dict[str, object] = SLOW | {"max_strikes": 10, "drain_timeout_s": 5} | SPECULATIVE
 
 
 @dataclass

@@ -15,7 +15,7 @@ from tests.chaos.play import Play, Run
 from tests.e2e.load import plain
 from tests.helpers import wait_until
 
-NUM_SEQUENCES = 21  # of the load, and of the request that showed that the gateway answers
+NUM_SEQUENCES = 22  # of the load, and of the request that showed that the gateway answers
 AWAY = ("Redis is away", "is repeated")
 
 

@@ -74,8 +74,8 @@ class Answer:
     def essence(self) -> Any:
         """What must not depend on anything but the request: all choices, and the tokens that are counted."""
         choices = {i: (c.text, c.finish_reason, c.tokens) for i, c in sorted(self.choices.items())}
-        counted = (self.usage["prompt_tokens"], self.usage["completion_tokens"]) if self.usage else None
-        return choices, counted
+        counted = ("prompt_tokens", "completion_tokens", "completion_tokens_details")
+        return choices, [self.usage.get(name) for name in counted] if self.usage else None
 
     def check(self) -> None:
         """A whole answer: invariants 2, 3 and 5 of one client."""

@@ -14,6 +14,7 @@ Json = dict[str, Any]
 
 NUM_TOKENS = 48
 SLOW = {"scripted_step_ms": 20, "scripted_token_ms": 1}  # for a stack: a prompt of 60 tokens takes 80 ms
+SPECULATIVE = {"speculative_config": '{"method": "suffix"}'}  # for a stack: answers are what they are without
 
 
 def prompt_ids(text: str) -> list[int]:
@@ -44,8 +45,10 @@ USAGE: Json = {"stream_options": {"include_usage": True}}
 
 
 def mixed(name: str, num_tokens: int = NUM_TOKENS) -> list[Json]:
-    """16 requests with 21 sequences. Their prompts begin with the name, so that a new name finds nothing cached."""
+    """17 requests with 21 sequences. Their prompts begin with the name, so that a new name finds nothing cached."""
     stop = words(f"{name} stops", num_tokens)[num_tokens // 2 :][:3]
+    guessed = words(f"{name} guessed", num_tokens)
+    wrong = guessed[: num_tokens // 3] + "~~" + guessed[num_tokens // 3 + 1 : -3] + "~~~"
     shared = f"{name} " + "a prefix that several have in common, longer than two blocks of the pool. "
     return [
         plain(f"{name} plain", num_tokens, **USAGE),
@@ -61,6 +64,7 @@ def mixed(name: str, num_tokens: int = NUM_TOKENS) -> list[Json]:
         chat(f"{name} chat", num_tokens, **USAGE),
         chat(f"{name} chat, log-probabilities", num_tokens, logprobs=True, top_logprobs=2, stop="zz", **USAGE),
         chat(f"{name} chat, whole", num_tokens, stream=False),
+        chat(f"{name} guessed", num_tokens, prediction={"type": "content", "content": wrong}, **USAGE),
         plain(shared + "one", num_tokens, stream=False, n=2, temperature=1, seed=1),
         plain(shared + "two", num_tokens, **USAGE),
         verbatim("naïve — 日本語 🙂🙃 a̐éö̲ end", f"{name} characters of several tokens"),

@@ -104,6 +104,10 @@ async def test_the_answers_are_what_the_engine_draws(client: Client, undisturbed
     full = words("load stops", 48)
     assert by_prompt["load stops"].text == full[: full.index(full[24:27])]
     assert by_prompt["load stops"].choices[0].finish_reason == "stop"
+    (guessed,) = (a for a in undisturbed if "prediction" in a.body)
+    assert guessed.text == words("load guessed", 48) and guessed.usage
+    details = guessed.usage["completion_tokens_details"]
+    assert details["accepted_prediction_tokens"] > 20 and details["rejected_prediction_tokens"] >= 5
     assert undisturbed[-1].text == "naïve — 日本語 🙂🙃 a̐éö̲ end"
     tokens = by_prompt["load log-probabilities"].choices[0].tokens
     assert [t[0] for t in tokens] == list(words("load log-probabilities", 48)) and all(len(t[2]) == 3 for t in tokens)
