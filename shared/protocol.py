@@ -17,7 +17,7 @@ from shared.wire import Message, ProtocolError, pack_ids, row, unpack_ids
 
 MAX_CHOICES = 128
 MAX_GRAMMAR_CHARS = 1 << 18
-MAX_PREDICTION_TOKENS = 1 << 17
+MAX_PREDICTION_TOKENS = 1 << 16
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 TokenId = Annotated[int, Field(ge=0, lt=1 << 32)]

@@ -11,7 +11,6 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
-from services.gateway.errors import BadRequest
 from services.gateway.tokenization import Tokenizer
 from shared.protocol import MAX_PREDICTION_TOKENS
 
@@ -41,16 +40,12 @@ class Prediction(BaseModel):
 
 
 def predicted_ids(prediction: Prediction | None, tokenizer: Tokenizer, max_tokens: int) -> Sequence[int]:
-    """BadRequest for more than the context holds."""
+    """As many as the context holds and a record may: it is a hint, so the rest is left out."""
     if prediction is None:
         return ()
     most = min(max_tokens, MAX_PREDICTION_TOKENS)
-    text = "".join(part.text for part in prediction.content)
-    if len(text) <= max(16, tokenizer.max_token_chars) * most:
-        ids = tokenizer.encode(text, add_special_tokens=False, parse_special=False)
-        if len(ids) <= most:
-            return ids
-    raise BadRequest(f"prediction is longer than the {most} tokens that fit", param="prediction")
+    text = "".join(part.text for part in prediction.content)[: max(16, tokenizer.max_token_chars) * most]
+    return tokenizer.encode(text, add_special_tokens=False, parse_special=False)[:most]
 
 
 class PredictionMatch:

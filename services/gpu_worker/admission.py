@@ -78,15 +78,18 @@ def read_admission(
     return Admission(params, request.prompt_ids, request.spec.salt, output_ids, logprobs, prediction=prediction)
 
 
-def sequence_of(admit: Admit, admission: Admission) -> Sequence:
-    """The sequence as it starts here; its blocks and cached prefix are for the running set to check."""
-    num_prompt_tokens = len(admission.prompt_ids)
+def sequence_of(admit: Admit, admission: Admission, vocab_size: int) -> Sequence:
+    """The sequence as it starts here; its blocks and cached prefix are for the running set to check. vocab_size: of the
+    model, which cannot compute other tokens that a client predicts."""
+    num_prompt_tokens, prediction = len(admission.prompt_ids), admission.prediction
+    if max(prediction, default=0) >= vocab_size:
+        prediction = tuple(t for t in prediction if t < vocab_size)
     return Sequence(
         sid=admit.sid, epoch=admit.epoch, choice=split_sequence_id(admit.sid)[1], params=admission.params,
         num_prompt_tokens=num_prompt_tokens, token_ids=admission.prompt_ids + admission.output_ids,
         block_ids=list(admit.block_ids), num_computed=admit.cached_length, salt=admission.salt, alone=admit.alone,
         cached_tokens=min(admit.cached_length, num_prompt_tokens - 1), num_committed=len(admission.output_ids),
-        awaits_answer=admission.params.constraint is not None, prediction=admission.prediction,
+        awaits_answer=admission.params.constraint is not None, prediction=prediction,
     )  # fmt: skip
 
 
@@ -98,8 +101,6 @@ def whats_wrong(seq: Sequence, info: EngineInfo, validate: Validate) -> str:
         return f"prompt: {seq.num_prompt_tokens} tokens and one more are more than the {info.max_num_tokens} that fit"
     if max(seq.token_ids) >= info.vocab_size:
         return f"prompt: a token id is outside the vocabulary of {info.vocab_size}"
-    if max(seq.prediction, default=0) >= info.vocab_size:
-        return f"prediction: a token id is outside the vocabulary of {info.vocab_size}"
     return validate(seq.params, info.vocab_size) or ""
 
 

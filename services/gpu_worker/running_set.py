@@ -166,7 +166,7 @@ class RunningSet:
         if not isinstance(admission, Admission):
             self._note_end(admit.sid, admit.epoch, admission.reason if admission else "stale")
             return
-        seq = sequence_of(admit, admission)
+        seq = sequence_of(admit, admission, self.info.vocab_size)
         problem = whats_wrong(seq, self.info, self._validate)
         reason = "" if problem else finish_reason(seq, self.info.max_num_tokens)
         if problem or reason:  # over before it begins: holds nothing, says so through the log

@@ -10,6 +10,7 @@ from services.gateway.errors import BadRequest
 from services.gateway.openai_schema import ChatCompletionRequest
 from services.gateway.prediction import WINDOW, PredictionMatch, predicted_ids
 from services.gateway.request_parsing import parse
+from shared.protocol import MAX_PREDICTION_TOKENS
 from tests.gateway.test_preparation import TOKENIZER
 
 MESSAGES = [{"role": "user", "content": "x"}]
@@ -72,13 +73,14 @@ def test_a_prediction_becomes_the_tokens_of_its_text(content: object) -> None:
 
 
 @pytest.mark.parametrize("size", [9, 1000, 1_000_000])
-def test_one_longer_than_the_context_is_refused(size: int) -> None:
+def test_of_one_longer_than_the_context_the_rest_is_left_out(size: int) -> None:
+    """It is a hint. Nor is all of it made into tokens."""
     request = parse(
         ChatCompletionRequest, {"messages": MESSAGES, "prediction": {"type": "content", "content": "a b " * size}}
     )
-    with pytest.raises(BadRequest, match="prediction is longer than the 8 tokens that fit") as error:
-        predicted_ids(request.prediction, TOKENIZER, 8)
-    assert error.value.param == "prediction"
+    whole = TOKENIZER.encode("a b " * 9, add_special_tokens=False)
+    assert predicted_ids(request.prediction, TOKENIZER, 8) == whole[:8]
+    assert len(predicted_ids(request.prediction, TOKENIZER, 1 << 30)) <= MAX_PREDICTION_TOKENS
 
 
 @pytest.mark.parametrize(

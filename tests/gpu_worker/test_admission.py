@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -34,10 +35,18 @@ def test_prompt_and_log_make_the_sequence() -> None:
     log = [TokenChunk(first=0, ids=(4, 5)), TokenChunk(first=2, ids=(6,))]
     admission = read_admission(ADMIT, "w", request(), record(), log)
     assert isinstance(admission, Admission)
-    seq = sequence_of(ADMIT, admission)
+    seq = sequence_of(ADMIT, admission, 300)
     assert (seq.sid, seq.epoch, seq.choice, seq.alone, seq.salt) == ("r.1", 2, 1, True, b"s" * 32)
     assert (seq.token_ids, seq.num_prompt_tokens, seq.num_committed) == ([1, 2, 3, 4, 5, 6], 3, 3)
     assert seq.block_ids == [5, 6]
+
+
+def test_predicted_tokens_that_the_model_does_not_have_are_left_out() -> None:
+    predicted = request()
+    spec = predicted.spec.model_copy(update={"prediction": pack_ids([299, 300, 5, 1 << 31])})
+    admission = read_admission(ADMIT, "w", replace(predicted, spec=spec), record(), [])
+    assert isinstance(admission, Admission) and admission.prediction == (299, 300, 5, 1 << 31)
+    assert sequence_of(ADMIT, admission, 300).prediction == (299, 5)
 
 
 def test_logprobs_of_the_log_are_kept() -> None:
@@ -68,7 +77,7 @@ def test_a_log_that_contradicts_itself_cannot_be_read(params: dict[str, object],
 
 def test_cached_tokens_never_count_the_whole_prompt() -> None:
     admission = Admission(make_params(), list(range(8)), b"s" * 32, list(range(9)), None)
-    assert sequence_of(make_admit(block_ids=range(5), cached_length=16), admission).cached_tokens == 7
+    assert sequence_of(make_admit(block_ids=range(5), cached_length=16), admission, 300).cached_tokens == 7
 
 
 @pytest.mark.parametrize(
