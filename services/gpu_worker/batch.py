@@ -151,7 +151,7 @@ class Drafter(Protocol):
         ...
 
     def observe(self, chunks: Seq[Chunk], drawn: Seq[Drawn], seconds: float) -> None:
-        """What a step has drawn, and how long it took."""
+        """What a step has drawn, as far as it counts, and how long it took."""
         ...
 
     def forget(self, seq: Sequence) -> None:

@@ -70,7 +70,7 @@ class EngineLoop:
         self.num_steps = 0  # that have ended, well or not
         self.hang_s = 0.0  # of the latest step: one that takes longer never ends
         self.num_gaps = 0  # before steps that could have begun sooner: the engine stood still
-        self.num_drawn = 0
+        self.num_drawn = 0  # that count: of answers
         self.num_prefilled = 0
         self.failure: WorkerFailure | None = None  # what ended the thread, if not `stop`
         self.lock = threading.Condition(threading.Lock())  # guards the running set and the queue
@@ -182,13 +182,12 @@ class EngineLoop:
             return False
         finally:
             seconds, interval = self._ended()
-        num_drawn = sum(map(len, drawn))
-        self.cost.observe(sum(c.count == 1 and c.sample for c in chunks), begun.num_prefill, num_drawn, seconds)
         self.limit.went_well()
         with self.lock:
-            self.running.advance(chunks, drawn, interval)
+            num_drawn = self.running.advance(chunks, drawn, interval)
             self.num_drawn += num_drawn
             self.num_prefilled += begun.num_prefill
+        self.cost.observe(sum(c.count == 1 and c.sample for c in chunks), begun.num_prefill, num_drawn, seconds)
         self._on_step(seconds)
         return None
 

@@ -344,25 +344,31 @@ class RunningSet:
             self.outbox.touch()  # they would not last until the next regular report
         return True
 
-    def advance(self, chunks: Seq[Chunk], drawn: Seq[Drawn], seconds: float = 0.0) -> None:
-        """What the oldest step in flight has computed and drawn; sequences that have left are passed over. seconds: how
-        long it took, if that is known."""
+    def advance(self, chunks: Seq[Chunk], drawn: Seq[Drawn], seconds: float = 0.0) -> int:
+        """What the oldest step in flight has computed and drawn; how many of its tokens count: those of sequences that
+        have left do not, nor those behind an end. seconds: how long it took, if that is known."""
+        taken = [self._take(chunk, tokens) for chunk, tokens in zip(chunks, drawn, strict=True)]
         if self.drafter is not None:
-            self.drafter.observe(chunks, drawn, seconds)
-        for chunk, tokens in zip(chunks, drawn, strict=True):
-            seq = chunk.seq
-            if self.sequences.get(seq.sid) is not seq:
-                continue
-            assert seq.num_computed == chunk.start, (seq.sid, seq.num_computed, chunk.start)
-            seq.num_ahead -= chunk.count
-            seq.num_drawing -= chunk.sample
-            reason = self._append(seq, tokens)
-            # all but the last of what was drawn were drafts, and so they are computed
-            seq.num_computed = len(seq.token_ids) - 1 if tokens else chunk.start + chunk.count
-            if self._seals_blocks:
-                self._seal(seq)
-            if reason:
-                self._conclude(seq, reason)
+            self.drafter.observe(chunks, taken, seconds)
+        return sum(map(len, taken))
+
+    def _take(self, chunk: Chunk, tokens: Drawn) -> Drawn:
+        """Those that count."""
+        seq = chunk.seq
+        if self.sequences.get(seq.sid) is not seq:
+            return ()
+        assert seq.num_computed == chunk.start, (seq.sid, seq.num_computed, chunk.start)
+        seq.num_ahead -= chunk.count
+        seq.num_drawing -= chunk.sample
+        num_before = len(seq.token_ids)
+        reason = self._append(seq, tokens)
+        # all but the last of what was drawn were drafts, and so they are computed
+        seq.num_computed = len(seq.token_ids) - 1 if tokens else chunk.start + chunk.count
+        if self._seals_blocks:
+            self._seal(seq)
+        if reason:
+            self._conclude(seq, reason)
+        return tokens[: len(seq.token_ids) - num_before]
 
     def _append(self, seq: Sequence, tokens: Drawn) -> str:
         """Up to the token that ends it; why that does, or ""."""

@@ -113,7 +113,7 @@ def test_a_token_after_the_end_is_neither_kept_nor_sealed() -> None:
     assert outcomes(running)["r0.0"].reason == "stop" and outcomes(running)["r0.0"].num_tokens == num_tokens
     seals = running.outbox.carry(()).seals
     assert len(seals) == (len(PROMPT) + num_tokens - 1) // 4
-    assert loop.num_drawn == num_tokens + 1
+    assert loop.num_drawn == num_tokens
 
 
 def test_an_end_that_can_be_foreseen_costs_no_row() -> None:

@@ -99,14 +99,15 @@ class Speculator:
         return any(choose_lengths(survivals, len(sequences), len(sequences), num_free, self._cost.relative))
 
     def observe(self, chunks: Seq[Chunk], drawn: Seq[Drawn], seconds: float) -> None:
-        """What a step has drawn, and how long it took."""
+        """What a step has drawn, as far as it counts, and how long it took."""
         if all(c.sample and c.count == 1 for c in chunks):
             self._cost.observe(sum(c.num_rows for c in chunks), seconds)
         for chunk, tokens in zip(chunks, drawn, strict=True):
             if chunk.draft_ids:
                 self.counts.num_drafts += 1
                 self.counts.num_draft_tokens += len(chunk.draft_ids)
-                self.counts.accepted.update(range(len(tokens) - 1))
+                num_accepted = sum(t.token_id == d for t, d in zip(tokens, chunk.draft_ids, strict=False))
+                self.counts.accepted.update(range(num_accepted))
 
     def forget(self, seq: Sequence) -> None:
         """It has left."""

@@ -73,7 +73,7 @@ def test_right_drafts_take_fewer_steps() -> None:
 @pytest.mark.parametrize("at", [2, 3, 4, 5])
 @pytest.mark.parametrize("min_tokens", [0, 4])
 def test_nothing_counts_after_a_stop_token(at: int, min_tokens: int) -> None:
-    """Neither text nor seals, though drafts behind it were right and are computed."""
+    """Neither text nor seals nor as generated, though drafts behind it were right and are computed."""
     results = []
     for guesser in (None, Guesser(num_drafts=4, wrong_every=1000)):
         loop, running = make_loop(guesser)
@@ -81,6 +81,7 @@ def test_nothing_counts_after_a_stop_token(at: int, min_tokens: int) -> None:
         submit(loop, 0, stop_token_ids=(answer[at],), min_tokens=min_tokens, max_tokens=12)
         run_dry(loop)
         outcome = outcomes(running)["r0.0"]
+        assert loop.num_drawn == outcome.num_tokens
         seals = [(s.index, s.ids) for s in running.outbox.carry(()).seals]
         results.append((answers(running), outcome.reason, outcome.num_tokens, seals))
     assert results[0] == results[1]

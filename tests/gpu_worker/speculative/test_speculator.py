@@ -239,11 +239,13 @@ def test_of_nobody_nothing_is_expected() -> None:
 def test_counts_by_position() -> None:
     speculator = Speculator(SUFFIX)
     seq = make_sequence([1, 2, 3])
-    chunks = [Chunk(seq, 2, 1, True, (4, 5, 6)), Chunk(seq, 2, 1, True, (4,)), Chunk(seq, 2, 1, True)]
-    drawn = [tuple(map(SampledToken, ids)) for ids in ((4, 5, 9), (4, 8), (4,))]
+    drafts = [(4, 5, 6), (4,), (), (4, 5, 6), (4,)]
+    chunks = [Chunk(seq, 2, 1, True, ids) for ids in drafts]
+    # of the last two, one ended with its first draft and the other had left
+    drawn = [tuple(map(SampledToken, ids)) for ids in ((4, 5, 9), (4, 8), (4,), (4,), ())]
     speculator.observe(chunks, drawn, 0.01)
     counts = speculator.counts
-    assert (counts.num_drafts, counts.num_draft_tokens, counts.accepted) == (2, 4, {0: 2, 1: 1})
+    assert (counts.num_drafts, counts.num_draft_tokens, counts.accepted) == (4, 8, {0: 3, 1: 1})
 
 
 def test_one_that_left_is_forgotten_and_a_new_life_begins_anew() -> None:
