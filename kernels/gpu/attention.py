@@ -27,7 +27,7 @@ FORMATS = {torch.int8: 1, torch.float8_e4m3fn: 2}
 FEW_PROGRAMS = 256
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("first_row", "num_parts", "table_stride"))
 def _attention_kernel(
     q_ptr,  # float [N, Hq, D]
     k_ptr,  # float, int8 or uint8 [blocks, Hkv, BLOCK_SIZE, D]

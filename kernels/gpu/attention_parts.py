@@ -70,7 +70,7 @@ def visible(
     return seen
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("first_row", "num_parts"))
 def _merge_kernel(
     totals_ptr,  # float32 [rows, Hq, parts, D]
     stats_ptr,  # float32 [rows, Hq, parts, 2]

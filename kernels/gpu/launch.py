@@ -156,10 +156,12 @@ _TYPES = {
 
 
 def _on_paper(kernel: Any, args: tuple[Any, ...], constants: dict[str, Any], options: dict[str, int]) -> Launch:
-    """As Triton itself specialises a launch: on 1, on None, and on what 16 divides. Allocations are aligned."""
+    """As Triton itself specialises a launch: on 1, on None, and on what 16 divides, but for what a kernel says varies.
+    Allocations are aligned."""
     types: dict[str, str] = {}
     fixed = dict(constants)
     divisible = set()
+    varying = {param.name for param in kernel.params if param.do_not_specialize}
     for name, value in zip(kernel.arg_names, args, strict=False):
         if isinstance(value, torch.Tensor):
             types[name] = "*" + _TYPES[value.dtype]
@@ -167,10 +169,10 @@ def _on_paper(kernel: Any, args: tuple[Any, ...], constants: dict[str, Any], opt
                 divisible.add(name)
         elif isinstance(value, float):
             types[name] = "fp32"
-        elif value is None or value == 1:
+        elif value is None or (value == 1 and name not in varying):
             fixed[name] = value
         else:
             types[name] = "i32" if abs(value) < 1 << 31 else "i64"
-            if value % 16 == 0:
+            if value % 16 == 0 and name not in varying:
                 divisible.add(name)
     return Launch(kernel, types, fixed, frozenset(divisible), options)

@@ -47,7 +47,7 @@ def _sum_kernel(
     tl.store(sums_ptr + row * tl.num_programs(1) + part, tl.sum(weights, 0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("num_best",))
 def _rank_kernel(
     logits_ptr,  # float32 [B, V], rows stride apart
     best_ids_ptr,  # int64 [B, n]

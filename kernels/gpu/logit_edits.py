@@ -14,7 +14,7 @@ from kernels.logit_edits import BANNED, SEEN, LogitEdits, edit_logits_
 EDITS = 256  # a program
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("num_edits",))
 def _edit_kernel(
     logits_ptr,  # float32 [B, V], rows stride apart, changed
     rows_ptr,  # int32 [E]

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from kernels.gpu.launch import CompileCase, launch, on_paper
-from kernels.gpu.split_k import BEST_MMA, Tile, plan_of, program_tile, store_product
+from kernels.gpu.split_k import BEST_MMA, VARYING, Tile, plan_of, program_tile, store_product
 from kernels.matmul_a16 import matmul_a16
 from kernels.planar_weight import TILE, PlanarWeight
 from kernels.routing import Routing, choices_of, rows_of
@@ -18,7 +18,7 @@ MAGIC = tl.constexpr(0x43800000)  # 256, as a float32
 PLANES = {2: (2, 0), 3: (2, 1), 4: (4, 0), 5: (4, 1), 6: (4, 2), 8: (8, 0)}
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def _matmul_a16_kernel(
     y_ptr,  # float [M, N]
     bias_ptr,  # float [N], or None

@@ -7,14 +7,14 @@ import triton
 import triton.language as tl
 
 from kernels.gpu.launch import CompileCase, on_paper
-from kernels.gpu.split_k import BEST_MMA, plan_of, program_tile, store_product
+from kernels.gpu.split_k import BEST_MMA, VARYING, plan_of, program_tile, store_product
 from kernels.matmul_float import FloatWeight, matmul_float
 from kernels.routing import Routing, choices_of, rows_of
 
 COLUMNS = 64  # a step
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def _matmul_float_kernel(
     y_ptr,  # float [M, N]
     bias_ptr,  # float [N], or None

@@ -9,7 +9,7 @@ import triton.language as tl
 from kernels.gpu.launch import CompileCase, on_paper, target_of
 from kernels.gpu.numbers import from_e4m3
 from kernels.gpu.scaled_rows import carrier
-from kernels.gpu.split_k import BEST_MMA, plan_of, program_tile, store_product
+from kernels.gpu.split_k import BEST_MMA, VARYING, plan_of, program_tile, store_product
 from kernels.matmul_w8a8 import GROUP, ScaledWeight, matmul_w8a8
 from kernels.routing import Routing, choices_of, rows_of
 from kernels.scaled_rows import ScaledRows
@@ -17,7 +17,7 @@ from kernels.scaled_rows import ScaledRows
 INTEGERS, E4M3, E4M3_AS_HALVES = 0, 1, 2
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def _matmul_w8a8_kernel(
     y_ptr,  # float [M, N]
     bias_ptr,  # float [N], or None

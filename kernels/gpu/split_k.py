@@ -27,6 +27,8 @@ MIN_COLUMNS = 512  # of a split
 SPLIT_ROWS = 64  # rows of W a program has where x has few
 # One for all shapes, so that they add alike.
 BEST_MMA = {"sm_80": "mma.sync", "sm_89": "mma.sync", "sm_90": "wgmma", "sm_100": "tcgen05", "gfx942": "mfma_16x16"}
+# What differs from step to step: kernels are not to be compiled anew where it is 1, or divided by 16.
+VARYING = ("num_tokens", "num_tiles")
 _BLOCK = 1024
 
 
@@ -147,7 +149,7 @@ def store_product(total, y_ptr, bias_ptr, parts_ptr, split, token, row, num_toke
         tl.store(y_ptr + places, total.to(y_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("num_numbers",))
 def _add_splits_kernel(
     parts_ptr,  # float32 [NUM_SPLITS, M, N]
     bias_ptr,  # float [N], or None

@@ -42,3 +42,50 @@ def test_compiles_what_is_launched_and_says_what_is_wrong() -> None:
     assert all(int(row.split()[2]) > 0 for row in rows)
     assert "wants wgmma  FAILED: wgmma expected, none found" in done.stdout
     assert done.stdout.splitlines()[-1].endswith("1 not as they should be")
+
+
+STEPS = """
+import torch
+from kernels.attention import AttentionOptions, attention, attention_batch
+from kernels.gpu.launch import TARGETS, on_paper, recorded
+from kernels.gpu.matmul_a16 import on_paper_weight
+from kernels.kv_cache import KvCache
+from kernels.log_sums import log_sums
+from kernels.logit_edits import LogitEdits, edit_logits_
+from kernels.matmul_a16 import matmul_a16
+from kernels.matmul_float import FloatWeight, matmul_float
+from kernels.matmul_w8a8 import ScaledWeight, matmul_w8a8
+from kernels.scaled_rows import scale_rows
+
+ints, floats, halves = (lambda *s, d=d: on_paper(*s, dtype=d) for d in (torch.int32, torch.float32, torch.bfloat16))
+cache = KvCache(halves(1000, 8, 16, 128), halves(1000, 8, 16, 128), None, None)
+whole, bits = FloatWeight(halves(4096, 4096)), on_paper_weight(4096, 4096, 4, 128, None)
+scaled = ScaledWeight(on_paper(4096, 4096, dtype=torch.int8), floats(1, 4096))
+
+def attend(first_row, length):
+    batch = attention_batch([1] * 3, [length] * 3, [range(-(-length // 16))] * 3, 4, first_row=first_row, device="meta")
+    attention(halves(200, 32, 128), cache, batch, AttentionOptions(0.1))
+
+def edit(count):
+    edits = LogitEdits(ints(count), ints(count), floats(count), ints(count), ints(count), floats(2, 3))
+    edit_logits_(floats(2, 1000), edits)
+
+for step, sizes in {
+    lambda n: matmul_float(halves(n, 4096), whole): (1, 7, 16),
+    lambda n: matmul_a16(halves(n, 4096), bits): (1, 7, 16),
+    lambda n: matmul_w8a8(scale_rows(halves(n, 4096), torch.int8), scaled, None, torch.bfloat16): (1, 7, 16),
+    lambda n: matmul_float(halves(100 * n, 4096), whole): (1, 2, 5),
+    lambda n: attend(n, 300): (0, 1, 16, 33),
+    lambda n: attend(0, n): (257, 300, 16 * 256),
+    lambda n: log_sums(floats(2, 1000), n): (1, 5, 16),
+    edit: (1, 5, 16),
+}.items():
+    first, *others = [recorded(lambda n=n: step(n), TARGETS["sm_90"]) for n in sizes]
+    assert all(launches == first for launches in others), (sizes, first, others)
+"""
+
+
+@pytest.mark.timeout(60)
+def test_steps_of_other_sizes_are_not_compiled_anew() -> None:
+    done = subprocess.run([sys.executable, "-c", STEPS], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
