@@ -30,7 +30,7 @@ from services.gpu_worker.commits import Place
 from services.gpu_worker.failures import EngineBroken, EngineDied, OutOfMemory, WorkerFailure
 from services.gpu_worker.probe import probe
 from services.gpu_worker.running_set import Change, RunningSet
-from services.gpu_worker.step_cost import StepCost
+from services.gpu_worker.step_cost import START_HANG_S, StepCost
 from services.gpu_worker.step_limit import StepLimit
 from services.gpu_worker.steps import Step, results_of, starter
 from shared.worker_protocol import Admit
@@ -56,7 +56,6 @@ class _Watch:
 
 class EngineLoop:
     """cost: what steps of this engine cost, as far as it is known. overlap: steps, on an engine that can.
-
     on_step is told the seconds of every step that succeeded, in the engine's thread."""
 
     def __init__(
@@ -68,7 +67,7 @@ class EngineLoop:
         self.cost = cost or StepCost()
         self.limit = StepLimit()
         self.num_steps = 0  # that have ended, well or not
-        self.hang_s = 0.0  # of the latest step: one that takes longer never ends
+        self.hang_s = 0.0  # of what is watched: what takes longer never ends
         self.num_gaps = 0  # before steps that could have begun sooner: the engine stood still
         self.num_drawn = 0  # that count: of answers
         self.num_prefilled = 0
@@ -81,7 +80,7 @@ class EngineLoop:
         self._on_step = on_step
         self._queue: deque[Change | Answered] = deque()
         self._in_flight: deque[_Begun] = deque()  # at most two, the older one first
-        self._watch: _Watch | None = None  # over the older one
+        self._watch: _Watch | None = None  # over the older one, or over one that is yet to begin
         self._ended_at = float("-inf")  # the last step
         self._is_busy = False  # in the last round there was something to compute
         self._stopping = False
@@ -135,11 +134,16 @@ class EngineLoop:
         return changed or had_work or self._is_busy
 
     def _begin(self, chunks: Seq[Chunk]) -> None:
-        step = self._start(chunks)
+        before, hang_s, asked = self._watch, self.hang_s, self._clock()
+        self.hang_s, self._watch = START_HANG_S, _Watch(chunks, asked + START_HANG_S)
+        step, begun_at = self._start(chunks), self._clock()
         num_prefill = sum(c.count for c in chunks if c.count > 1 or not c.sample)
-        self._in_flight.append(_Begun(chunks, step, num_prefill, self._clock()))
-        if len(self._in_flight) == 1:
+        self._in_flight.append(_Begun(chunks, step, num_prefill, begun_at))
+        if before is None:
             self._watch_oldest()
+        else:
+            self.hang_s, self._watch = hang_s, replace(before, hung_at=before.hung_at + begun_at - asked)
+        self.hang_s += begun_at - asked  # who counts from the end of the last step has counted that too
 
     def _end(self) -> None:
         """The oldest step; WorkerFailure if the process must be replaced. What failed is not held on to while its parts
@@ -210,7 +214,6 @@ class EngineLoop:
         self._watch_oldest()
 
     def _watch_oldest(self) -> None:
-        """From now on: the one before has ended."""
         if self._in_flight:
             self._watch_over(self._in_flight[0].chunks, self._in_flight[0].num_prefill)
 
@@ -230,9 +233,8 @@ class EngineLoop:
         self._end()
 
     def _halve(self, chunks: Seq[Chunk]) -> None:
-        middle = len(chunks) // 2
-        self._compute(chunks[:middle])
-        self._compute(chunks[middle:])
+        for part in (chunks[: len(chunks) // 2], chunks[len(chunks) // 2 :]):
+            self._compute(part)
 
     def _shrink(self, chunks: Seq[Chunk]) -> None:
         """Smaller steps, from now on too; of a single sequence a shorter chunk, the rest of which has time."""
@@ -288,12 +290,10 @@ class EngineLoop:
                         self.lock.wait()
             while self._in_flight:
                 self._end()
-            on_progress()
         except WorkerFailure as e:
             log.error("the engine stops", exc_info=e.__cause__)
             self.failure = e
-            on_progress()
         except BaseException as e:  # a bug in the running set: the process must not go on without its engine
             log.exception("the engine thread has died")
             self.failure = EngineDied(f"the engine thread has died of {type(e).__name__}")
-            on_progress()
+        on_progress()

@@ -8,6 +8,7 @@ UNKNOWN_PREFILL_TOKENS = 64  # taken beside decoding sequences before anything i
 MIN_HANG_S = 5.0
 FIRST_HANG_S = 30.0  # a first step may warm things up
 HANG_FACTOR = 5.0
+START_HANG_S = 120.0  # until a step has begun: kernels that it is the first to need are compiled
 
 
 class StepCost:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence as Seq
 from typing import Any
 
 import pytest
 
+from services.gpu_worker.batch import Chunk
 from services.gpu_worker.engine_thread import EngineLoop
 from services.gpu_worker.failures import EngineBroken, OutOfMemory
 from services.gpu_worker.running_set import Change, RunningSet
@@ -15,7 +17,7 @@ from shared.protocol import Outcome
 from shared.wire import decode_as
 from shared.worker_protocol import Cancel, Extend, Preempt
 from tests.gpu_worker.builders import ended, make_admission, make_admit, make_engine, make_running
-from tests.gpu_worker.overlapping_engine import OverlappingScripted
+from tests.gpu_worker.overlapping_engine import OverlappingScripted, OverlappingStep
 from tests.helpers import wait_until_sync
 
 PROMPT = list(b"abcdef")
@@ -293,3 +295,47 @@ def test_a_step_is_watched_from_the_end_of_the_one_before() -> None:
     run_dry(loop)
     assert seen[2:] == [False, False] and loop.num_steps == 2  # the first has shown that steps may take 6 s
     assert loop.hang_s == pytest.approx(30.0)
+
+
+def test_what_a_step_takes_to_begin_is_no_hang(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels are compiled there, for half a minute perhaps, while the step before has long computed what it should."""
+    clock = [0.0]
+    seen: list[Any] = []
+
+    def begin(chunks: Seq[Chunk]) -> OverlappingStep:
+        for seconds in (20.0, 20.0):
+            clock[0] += seconds
+            seen.append((loop.hung, loop.hang_s))
+        return OverlappingScripted.begin(engine, chunks)
+
+    running = make_running()
+    engine = OverlappingScripted(make_engine(running))
+    monkeypatch.setattr(engine, "begin", begin)
+    loop = EngineLoop(engine, running, clock=lambda: clock[0])
+    loop.cost.observe(1, 0, 1, 0.001)  # steps are known to be short
+    submit(loop, 0)
+    loop.step_once()
+    assert seen == [((), 120.0)] * 2 and not loop.hung and loop.hang_s == 45.0
+    clock[0] += 4.0
+    loop._begin(loop._in_flight[0].chunks)
+    assert seen[2:] == [((), 120.0)] * 2 and not loop.hung and loop.hang_s == 85.0
+    clock[0] += 1.1
+    assert loop.hung == (("r0.0", 1),)
+
+
+def test_a_step_that_never_begins_is_a_hang(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [0.0]
+    seen: list[Any] = []
+
+    def begin(chunks: Seq[Chunk]) -> OverlappingStep:
+        clock[0] += 121.0
+        seen.append(loop.hung)
+        return OverlappingScripted.begin(engine, chunks)
+
+    running = make_running()
+    engine = OverlappingScripted(make_engine(running))
+    monkeypatch.setattr(engine, "begin", begin)
+    loop = EngineLoop(engine, running, clock=lambda: clock[0])
+    submit(loop, 0)
+    loop.step_once()
+    assert seen == [(("r0.0", 1),)]
