@@ -68,6 +68,17 @@ FROM base AS service
 COPY --from=build-service /opt/headrace /opt/headrace
 
 FROM base AS worker
+ARG TORCH_VARIANT=cpu
+# Triton compiles what it launches kernels with, by a C compiler, and keeps it and the kernels: in a folder whose files can
+# be executed, which /tmp may not allow.
+ENV TRITON_CACHE_DIR=/var/cache/triton
+USER root
+RUN install -d -o headrace -g headrace "$TRITON_CACHE_DIR" && \
+    if [ "$TORCH_VARIANT" = cuda ]; then \
+        apt-get update -qq && apt-get install -y -qq --no-install-recommends gcc libc6-dev >/dev/null && \
+        rm -rf /var/lib/apt/lists/*; \
+    fi
+USER headrace
 COPY --from=build-worker /opt/headrace /opt/headrace
 
 FROM debian:bookworm-slim AS ingress

@@ -52,6 +52,12 @@ def missing_for_cuda() -> str:
         return str(e).partition(". ")[0].rstrip(".\n")  # of the driver, or that there is no card
     if torch.version.cuda is not None and torch.cuda.get_device_capability() < OLDEST:
         return f"{torch.cuda.get_device_name()} is too old: kernels are made for compute capability 8.0 and later"
+    try:
+        from kernels.gpu.driver import start_driver  # imports Triton
+
+        start_driver()
+    except Exception as e:
+        return f"Triton cannot be used here: {e or type(e).__name__}"
     return ""
 
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import importlib.util
 import logging
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import triton
 
 from services.gpu_worker.device import choose_device
 from shared.settings import SettingsError
@@ -20,13 +22,20 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
 
 
-def card(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int] = (9, 0), error: str = "") -> None:
+def card(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int] = (9, 0), error: str = "", triton_error: str = ""
+) -> None:
     """A torch with CUDA, and a card unless there is an error."""
 
     def init() -> None:
         if error:
             raise RuntimeError(error)
 
+    def get_current_target() -> None:
+        if triton_error:
+            raise RuntimeError(triton_error)
+
+    monkeypatch.setattr(triton.runtime.driver, "_active", SimpleNamespace(get_current_target=get_current_target))
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "init", init)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
@@ -59,6 +68,7 @@ def test_who_asks_for_a_cpus_engine_gets_no_gpu(monkeypatch: pytest.MonkeyPatch)
         ({"error": NO_DRIVER}, "Found no NVIDIA driver on your system"),
         ({"error": "No CUDA GPUs are available"}, "No CUDA GPUs are available"),
         ({"capability": (7, 5)}, "Tesla T4 is too old: kernels are made for compute capability 8.0 and later"),
+        ({"triton_error": "Failed to find C compiler"}, "Triton cannot be used here: Failed to find C compiler"),
     ],
 )
 def test_what_is_missing_is_named(
