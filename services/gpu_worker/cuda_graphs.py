@@ -47,7 +47,7 @@ class CudaRecorder:
     def record(self, run: Callable[[], torch.Tensor]) -> tuple[Callable[[], None], torch.Tensor]:
         run()  # compiles what has not been: that must not happen while it is recorded
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):  # others may allocate
             out = run()
         return graph.replay, out
 
@@ -152,12 +152,12 @@ class DecodeGraphs:
             return
         (bucket, like), self._due = self._due, None
         host = emptied(fill_up(like, bucket, self._block_size))
-        buffer = torch.empty(num_bytes(host.tensors()), dtype=torch.uint8, device=self._device)
-        inputs = host.with_tensors(upload(host.tensors(), self._device, buffer))
         try:
+            buffer = torch.empty(num_bytes(host.tensors()), dtype=torch.uint8, device=self._device)
+            inputs = host.with_tensors(upload(host.tensors(), self._device, buffer))
             replay, logits = self._recorder.record(lambda: self._forward(inputs))
-        except torch.OutOfMemoryError:
-            log.warning("there is no memory for a graph of %d sequences of %d tokens", bucket.num_seqs, bucket.longest)
+        except (RuntimeError, MemoryError) as e:
+            log.warning("no graph of %d sequences of %d tokens: %s", bucket.num_seqs, bucket.longest, e)
             return
         self._graphs[bucket] = _Graph(buffer, inputs, replay, logits)
         log.debug("recorded a graph of %d sequences of %d tokens", bucket.num_seqs, bucket.longest)

@@ -31,7 +31,7 @@ from services.gpu_worker.weights.loader import Progress, load_weights, open_sour
 
 log = logging.getLogger(__name__)
 
-_NO_MEMORY = ("can't allocate memory", "not enough memory", "Cannot allocate memory")
+_NO_MEMORY = ("can't allocate memory", "not enough memory", "Cannot allocate memory", "out of memory", "ALLOC_FAILED")
 USEFUL_CONTEXTS = 256  # full contexts that the default pool holds at most
 
 
@@ -138,7 +138,7 @@ def _opened(
 
 @contextlib.contextmanager
 def memory_errors() -> Iterator[None]:
-    """MemoryError for what torch says in other ways; on CPU by the text of a RuntimeError."""
+    """MemoryError for what torch, libraries and drivers say in other ways, some by the text of a RuntimeError."""
     try:
         yield
     except RuntimeError as e:

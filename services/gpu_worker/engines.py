@@ -82,12 +82,11 @@ def _on_device(
     card, recorder = CudaCard(device) if on_card else None, CudaRecorder() if on_card else None
     try:
         return GpuEngine.load(model, device, limits=limits, card=card, recorder=recorder, **settings)
-    except MemoryError as e:  # another try would end the same way
-        raise ConfigError(f"the GPU's memory does not suffice: {e}") from None
-    except NotOnGpuError as e:
-        if needs_device:
-            raise
-        log.warning("computing on the CPU: %s", e)
+    except (MemoryError, NotOnGpuError) as e:
+        reason = str(e) if isinstance(e, NotOnGpuError) else f"the GPU's memory does not suffice: {e}"
+        if needs_device:  # another try would end the same way
+            raise ConfigError(reason) from None
+        log.warning("computing on the CPU: %s", reason)
         return None
 
 

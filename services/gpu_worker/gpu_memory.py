@@ -12,7 +12,7 @@ from typing import Protocol
 
 import torch
 
-from services.gpu_worker.model.config import ConfigError
+from services.gpu_worker.model.config import NotOnGpuError
 
 GIB = 1 << 30
 
@@ -59,9 +59,9 @@ class Budget:
         return min(int(self.total * self.share), self.free)
 
     def check_weights(self, num_bytes: int) -> None:
-        """ConfigError, before they are read, if they do not fit."""
+        """NotOnGpuError, before they are read, if they do not fit."""
         if num_bytes >= self.usable:
-            raise ConfigError(f"{self}; the weights alone take {_gib(num_bytes)}")
+            raise NotOnGpuError(f"{self}; the weights alone take {_gib(num_bytes)}")
 
     def room(self, *, taken: int, step: int, block_bytes: int, most_useful: int) -> int:
         """How many blocks there is room for. taken: by this worker, weights and all; step: what the largest one takes
@@ -69,10 +69,10 @@ class Budget:
         return max(0, min((self.usable - taken - step) // block_bytes, most_useful))
 
     def num_blocks(self, *, taken: int, step: int, block_bytes: int, most_useful: int) -> int:
-        """As `room`; ConfigError if there is none for a block."""
+        """As `room`; NotOnGpuError if there is none for a block."""
         num_blocks = self.room(taken=taken, step=step, block_bytes=block_bytes, most_useful=most_useful)
         if num_blocks < 1:
-            raise ConfigError(
+            raise NotOnGpuError(
                 f"{self}; weights take {_gib(taken)} and a step up to {_gib(step)}, which leaves no room for keys and "
                 "values (steps are smaller with less --max-num-batched-tokens or --max-num-seqs)"
             )

@@ -28,14 +28,14 @@ GEOMETRY = Geometry(
 class Rerun:
     """Runs what it was given anew at every replay, into the same place."""
 
-    def __init__(self, out_of_memory: bool = False) -> None:
+    def __init__(self, error: Exception | None = None) -> None:
         self.num_recorded = 0
         self.num_replays = 0
-        self._out_of_memory = out_of_memory
+        self._error = error
 
     def record(self, run: Callable[[], torch.Tensor]) -> tuple[Callable[[], None], torch.Tensor]:
-        if self._out_of_memory:
-            raise torch.OutOfMemoryError("no more")
+        if self._error is not None:
+            raise self._error
         self.num_recorded += 1
         out = run()
 
@@ -131,10 +131,11 @@ def test_a_graph_is_recorded_once_its_bucket_has_been_met_often(folder: Path) ->
     assert counts == [(0, 0)] * (RECORDED_AFTER - 1) + [(1, 0), (1, 1), (1, 2)]
 
 
-def test_without_memory_for_graphs_steps_go_on_as_before(folder: Path) -> None:
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("no more"), RuntimeError("not permitted"), MemoryError()])
+def test_what_cannot_be_recorded_is_computed_as_before(folder: Path, error: Exception) -> None:
     text = prompts(1)[0]
     runs = []
-    for recorder in (None, Rerun(out_of_memory=True)):
+    for recorder in (None, Rerun(error)):
         runner = Runner(GpuEngine.load(folder, CPU, recorder=recorder, **ROOM))
         runs.append(ids_of(runner.run([runner.sequence(text, 8)])))
     assert runs[0] == runs[1]

@@ -93,3 +93,12 @@ def test_memory_that_cannot_be_had_is_known_as_that() -> None:
         torch.empty(1 << 50)
     with pytest.raises(RuntimeError, match="shape"), memory_errors():
         torch.empty(3).view(2)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["CUDA error: out of memory", "Triton Error [CUDA]: out of memory", "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when"],
+)
+def test_memory_that_a_gpus_libraries_cannot_have_is_known_as_that(text: str) -> None:
+    with pytest.raises(MemoryError, match="CUDA"), memory_errors():
+        raise RuntimeError(text)

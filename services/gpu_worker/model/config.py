@@ -27,7 +27,7 @@ class NotNativeError(ConfigError):
 
 
 class NotOnGpuError(ConfigError):
-    """The ops for GPUs cannot compute this model, though a CPU's can; the message says what stands in the way."""
+    """A GPU cannot compute this model, or has no room for it, though a CPU can; the message says what is in the way."""
 
 
 @dataclass(frozen=True, slots=True)

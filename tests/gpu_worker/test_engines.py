@@ -1,0 +1,49 @@
+"""Which engine a model gets where there is a GPU."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from services.gpu_worker import engines
+from services.gpu_worker.engines import load_engine
+from services.gpu_worker.gpu_memory import GIB, Budget
+from services.gpu_worker.model.config import ConfigError
+from tests.kernels.threads import torch_threads
+
+SMALL = Budget(total=24 * GIB, free=23 * GIB, share=0.9)
+
+
+def refuse(*_: Any, **__: Any) -> None:
+    SMALL.check_weights(40 * GIB)
+
+
+def run_out(*_: Any, **__: Any) -> None:
+    raise MemoryError("CUDA error: out of memory")
+
+
+@pytest.mark.parametrize(
+    ("load", "reason"),
+    [(refuse, "the weights alone take 40.0 GiB"), (run_out, "the GPU's memory does not suffice: CUDA error")],
+)
+def test_a_card_that_is_too_small_is_an_error_only_where_a_card_is_asked_for(
+    load: Any, reason: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(engines.GpuEngine, "load", load)
+    monkeypatch.setattr(engines, "_on_cpu", lambda *_: "a CPU's engine")
+
+    def chosen(needs_device: bool) -> object:
+        with torch_threads(1):
+            return load_engine(
+                "auto", tmp_path, tmp_path, num_threads=1, device=torch.device("cpu"), needs_device=needs_device
+            )
+
+    with pytest.raises(ConfigError, match=reason):
+        chosen(needs_device=True)
+    with caplog.at_level(logging.WARNING):
+        assert chosen(needs_device=False) == "a CPU's engine"
+    assert "computing on the CPU: " in caplog.text and reason in caplog.text
