@@ -88,7 +88,9 @@ def python_call(text: str) -> tuple[str, str] | None:
         call = ast.parse(text.strip(), mode="eval").body
         if not isinstance(call, ast.Call) or call.args or not isinstance(call.func, ast.Name | ast.Attribute):
             return None
-        values = {k.arg: _literal(k.value) for k in call.keywords if k.arg is not None}
+        if any(k.arg is None for k in call.keywords):
+            return None
+        values = {k.arg: _literal(k.value) for k in call.keywords}
         return ast.unparse(call.func), json.dumps(values, allow_nan=False)
     except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
         return None

@@ -8,6 +8,7 @@ character by character: each state is a place in a generator.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Collection, Generator
 from dataclasses import dataclass
 
@@ -15,7 +16,8 @@ from services.gateway.call_readers import SPACES, Depth, after_spaces, python_ca
 from services.gateway.tool_formats import ToolFormat
 
 MAX_NAME_CHARS = 256
-MAX_PYTHON_CHARS = 1 << 13  # of one call, which is read when it is whole
+MAX_PYTHON_CHARS = 1 << 12  # of one call, which is read when it is whole
+MAX_PYTHON_DEPTH = 32
 _BETWEEN = SPACES + ";,"
 _ARGUMENTS = ("arguments", "parameters")
 _KEYS = (*_ARGUMENTS, "name", "tool_calls", "type", "id")
@@ -44,27 +46,41 @@ class ToolParser:
         self._is_bare = not row.begins or row.name == "llama3_json"
         self._content: list[str] = []
         self._calls: dict[int, tuple[str, list[str]]] = {}  # names, and arguments in pieces
-        self._held = ""  # may become a mark, or is spaces that a call would make meaningless
+        self._blanks: list[str] = []  # between calls, or before any, that another would make meaningless
+        self._held = ""  # behind them: may become a mark
         self._has_content = False
-        self._raw = ""  # of what may be a call, and is content if it is none
-        self._calls_before_raw = 0
+        self._raw: list[str] = []  # of what may be a call, until one has started; content if none has
+        self._has_started = False
+        firsts = re.escape("".join({mark[0] for mark in self._marks()}))
+        self._plain = re.compile(f"[^{firsts}]+" if firsts else "(?s:.+)")  # no mark begins in it
         self._machine = self._answer()
         next(self._machine)
 
     def push(self, text: str, *, last: bool = False) -> tuple[str, tuple[CallPart, ...]]:
         """Content and calls that are certain with this text; last: no more will come."""
-        for char in text:
-            self._machine.send(char)
+        at = 0
+        while at < len(text):
+            is_free = self._has_content and not (self.num_calls or self._raw or self._held)
+            if is_free and (plain := self._plain.match(text, at)):
+                self._content.append(plain[0])
+                at = plain.end()
+            else:
+                self._machine.send(text[at])
+                at += 1
         if last:
-            if self._raw and self.num_calls == self._calls_before_raw:
-                self._content.append(self._raw)
+            if self._raw:
+                self._content += [] if self._has_started or self._is_full else self._raw
             elif self._held.strip(_BETWEEN) or not self.num_calls:
-                self._content.append(self._held)
-            self._raw = self._held = ""
+                self._content += [*self._blanks, self._held]
+            self._raw, self._blanks, self._held = [], [], ""
         calls = tuple(CallPart(i, name, "".join(pieces)) for i, (name, pieces) in self._calls.items())
         found = "".join(self._content), calls
         self._content, self._calls = [], {}
         return found
+
+    @property
+    def _is_full(self) -> bool:
+        return self._max_calls is not None and self.num_calls >= self._max_calls
 
     # --- between calls ---------------------------------------------------------------------------------------------
 
@@ -80,8 +96,8 @@ class ToolParser:
             if not mark:
                 self._release(marks)
                 continue
-            self._give(self._held[: -len(mark)])
-            self._held = ""
+            self._give("".join([*self._blanks, self._held[: -len(mark)]]))
+            self._blanks, self._held = [], ""
             if mark in self._row.begins:
                 yield from self._call(mark)
 
@@ -101,30 +117,34 @@ class ToolParser:
         tails = (self._held[len(self._held) - n :] for n in range(most, 0, -1))
         tail = next((tail for tail in tails if any(mark.startswith(tail) for mark in marks)), "")
         free = self._held[: len(self._held) - len(tail)]
+        self._held = tail
         if free.strip(_BETWEEN) or (self._has_content and not self.num_calls):
-            self._give(free)
-            self._held = tail
+            self._give("".join([*self._blanks, free]))
+            self._blanks = []
+        elif free:
+            self._blanks.append(free)
 
     # --- calls -------------------------------------------------------------------------------------------------------
 
     def _call(self, opened_by: str) -> Generator[None, str, None]:
         """One call or a list of them. What turns out to be none is content."""
-        self._raw, self._held, self._calls_before_raw = self._held + opened_by, "", self.num_calls
+        self._raw, self._blanks, self._held = [*self._blanks, self._held, opened_by], [], ""
+        self._has_started = False
         reads = self._body(opened_by if opened_by in ("{", "[") else "")
         is_call = False
         try:
             next(reads)
             while True:
                 char = yield
-                if self.num_calls == self._calls_before_raw:
-                    self._raw += char
+                if not self._has_started:
+                    self._raw.append(char)
                 reads.send(char)
         except StopIteration as e:
             is_call = bool(e.value)
-        if not is_call and self.num_calls == self._calls_before_raw:
-            self._content.append(self._raw)
+        if not is_call and not self._has_started:
+            self._content += self._raw
             self._has_content = True
-        self._raw = ""
+        self._raw = []
 
     def _body(self, char: str) -> Reads:
         is_bare = bool(char)
@@ -183,10 +203,11 @@ class ToolParser:
         try:
             value = json.loads(arguments or "{}")
             value = json.loads(value) if isinstance(value, str) else {} if value is None else value
+            written = json.dumps(value, allow_nan=False)
         except (ValueError, RecursionError):
             return False
         if isinstance(value, dict):
-            self._add(name, json.dumps(value))
+            self._add(name, written)
         return isinstance(value, dict)
 
     def _streamed(self, name: str, char: str) -> Generator[None, str, None]:
@@ -229,7 +250,7 @@ class ToolParser:
                 text = ""
                 continue
             text += char
-            if len(text) > MAX_PYTHON_CHARS:
+            if len(text) > MAX_PYTHON_CHARS or depth.level > MAX_PYTHON_DEPTH:
                 return False
 
     def _add(self, name: str, arguments: str) -> None:
@@ -237,7 +258,8 @@ class ToolParser:
 
     def _start(self, name: str) -> int | None:
         """The call's number; None for one too many."""
-        if self._max_calls is not None and self.num_calls >= self._max_calls:
+        self._has_started = True
+        if self._is_full:
             return None
         self._calls[self.num_calls] = (name, [])
         self.num_calls += 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import time
 from typing import Any
 
 import pytest
@@ -125,8 +126,53 @@ def test_what_the_model_writes_breaks_nothing() -> None:
     _, [(_, arguments)] = read("hermes", [late])
     assert arguments.encode() and json.loads(arguments)
     read("generic", ['{"tool_calls":[' * 2000])
+    for number in ("NaN", "-Infinity", "1e999"):
+        unread = f'<tool_call>{{"arguments": {{"a": {number}}}, "name": "f"}}</tool_call>'
+        assert read("hermes", [unread])[1] == [], "no JSON"
+    for depth in range(100, 4000, 100):  # what can be read and not be written is there too
+        nested = '{"a":' * depth + "1" + "}" * depth
+        read("hermes", [f'<tool_call>{{"arguments": {nested}, "name": "f"}}</tool_call>'])
     long = '<tool_call>{"name": "f", "arguments": {"a": "' + "x" * 200_000
     assert len(read("hermes", [long])[1][0][1]) > 200_000
+
+
+@pytest.mark.parametrize("value", ["[" * 31 + "]" * 31, "'" + "x" * 5000 + "'", "(" * 3000, "-" * 4000 + "1", "{**{}}"])
+def test_python_that_takes_long_to_read_is_content(value: str) -> None:
+    text = f"[f(a={value})]"
+    assert read("pythonic", [text]) == (text, [])
+    assert read("pythonic", [f"[f(a={'[' * 29}{']' * 29})]"])[1] and read("pythonic", ["[f(**{'a': 1})]"])[1] == []
+
+
+@pytest.mark.parametrize(
+    ("name", "first", "piece"),
+    [
+        ("hermes", "", " "), ("generic", "", ";"), ("hermes", "text ", "plain text, "), ("llama3_json", "", "\n"),
+        ("hermes", '<tool_call>{"name": "f", "arguments": {}}</tool_call>', " "),
+        ("generic", '{"name": "f", "id": "', "x"), ("hermes", '<tool_call>{"', "x"),
+        ("hermes", '<tool_call>{"a": [', "1,"), ("deepseek_v3", "<｜tool▁call▁begin｜>", "x"),
+    ],
+)  # fmt: skip
+def test_a_character_costs_the_same_however_long_the_text_is(name: str, first: str, piece: str) -> None:
+    def seconds(num_pieces: int) -> float:
+        began = time.process_time()
+        read(name, [first, *[piece] * num_pieces])
+        return time.process_time() - began
+
+    seconds(1000)
+    assert seconds(40_000) < 1.5
+
+
+def test_content_without_a_marks_first_character_is_taken_as_it_comes() -> None:
+    parser = ToolParser(tool_formats.BY_NAME["hermes"], NAMES)
+    parser.push("some ")
+    parser._machine = None  # type: ignore[assignment]
+    assert parser.push("text { } [ ]\n, and more") == ("text { } [ ]\n, and more", ())
+
+
+def test_a_call_beyond_the_most_that_is_cut_is_left_out() -> None:
+    whole = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
+    for cut in (whole + '<tool_call>{"name": "f", "arguments": {"a": "lon', whole + '<tool_call>{"name": "f", "argu'):
+        assert read("hermes", [cut], max_calls=1) == ("", [("f", "{}")]), cut
 
 
 def test_calls_beyond_the_most_are_left_out() -> None:
