@@ -21,8 +21,6 @@ from services.gpu_worker.model.config import ModelConfig, NotNativeError
 from services.gpu_worker.weights.native_loader import refuse_unknown
 from services.gpu_worker.weights.outline import Outline
 
-CARD_LOGITS = 3  # of a step: as the model gives them, kept for log-probabilities, and scaled to be drawn from
-
 
 @dataclass(frozen=True, slots=True)
 class Limits:
@@ -93,7 +91,7 @@ def plan_cpu(outline: Outline, limits: Limits, engine: str = "auto") -> Plan:
     most_useful = USEFUL_CONTEXTS * -(-length // limits.block_size)
     num_blocks = num_blocks_for(limits.kv_cache_bytes, size, most_useful)
     weights = _native_weights(outline) if kind == "native" else _torch_weights(outline)
-    return _plan(kind, outline, length, weights, _step_bytes(config, limits, length, 4, 1), limits, size, num_blocks)
+    return _plan(kind, outline, length, weights, _step_bytes(config, limits, length), limits, size, num_blocks)
 
 
 def plan_card(outline: Outline, limits: Limits, memory_bytes: int) -> Plan:
@@ -105,7 +103,7 @@ def plan_card(outline: Outline, limits: Limits, memory_bytes: int) -> Plan:
     size = block_bytes(config, limits.block_size, kv_dtype)
     most_useful = USEFUL_CONTEXTS * -(-length // limits.block_size)
     weights = outline.device_bytes(computed)
-    step = _step_bytes(config, limits, length, computed.itemsize, CARD_LOGITS)
+    step = _card_step_bytes(config, limits, length, computed.itemsize)
     budget = Budget(memory_bytes, memory_bytes, limits.memory_share)
     num_blocks = budget.room(taken=weights, step=step, block_bytes=size, most_useful=most_useful)
     if num_blocks and limits.kv_cache_bytes is not None:
@@ -133,8 +131,20 @@ def _torch_weights(outline: Outline) -> int:
     return 4 * (twice + sum(p.num_elements for p in outline.parameters))
 
 
-def _step_bytes(config: ModelConfig, limits: Limits, length: int, width: int, copies: int) -> int:
+def _step_bytes(config: ModelConfig, limits: Limits, length: int) -> int:
     heads = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
-    row = width * (3 * config.hidden_size + 2 * heads + 2 * config.intermediate_size)
-    logits = 4 * copies * limits.max_num_seqs * config.vocab_size
+    row = 4 * (3 * config.hidden_size + 2 * heads + 2 * config.intermediate_size)
+    logits = 4 * limits.max_num_seqs * config.vocab_size
     return limits.max_num_batched_tokens * row + logits + 4 * length * config.turned
+
+
+def _card_step_bytes(config: ModelConfig, limits: Limits, length: int, width: int) -> int:
+    """The most that `gpu_engine.largest_step` holds, in a layer or where it draws. width: bytes of an activation."""
+    heads = (2 * config.num_heads + 2 * config.num_kv_heads) * config.head_dim * (2 if config.qk_norm else 1)
+    inner = config.intermediate_size * (3 if config.gated else 2)
+    layer = limits.max_num_batched_tokens * width * (4 * config.hidden_size + max(heads, inner))
+    num_samples = min(limits.max_num_seqs, limits.max_num_batched_tokens)
+    # Logits as the model gives them, kept for log-probabilities, and scaled to be drawn from.
+    drawing = 3 * 4 * num_samples * config.vocab_size
+    num_tables = 1 if config.local_rope is None else 2
+    return max(layer, drawing) + num_tables * 4 * length * config.turned

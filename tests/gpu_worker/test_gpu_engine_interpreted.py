@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Callable
+from functools import partial
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +14,9 @@ import torch
 
 from services.gpu_worker.batch import Chunk
 from services.gpu_worker.engine import TorchEngine
-from services.gpu_worker.gpu_engine import GpuEngine
+from services.gpu_worker.gpu_engine import GpuEngine, StepLimits, largest_step
+from services.gpu_worker.planning import Limits, plan_card
+from services.gpu_worker.weights.outline import outline
 from tests.gpu_worker.engine_loops import run_loop
 from tests.gpu_worker.test_worker_process import worker_process
 from tests.gpu_worker.tiny_models import Runner, ids_of, prompts, save
@@ -75,6 +80,39 @@ def test_float16_stays_close(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     interpret(monkeypatch)
     got = logits(GpuEngine.load(tmp_path, CPU, dtype="float16", **ROOM))
     assert (got - want).abs().max() < 0.02 * want.abs().max()
+
+
+def peak_bytes(run: Callable[[], object]) -> int:
+    """What torch has allocated at most, beyond what it had before."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        run()
+    profiler: Any = profile.profiler
+    events = [event for event in profiler.kineto_results.events() if event.name() == "[memory]"]
+    sizes = (event.nbytes() for event in sorted(events, key=lambda event: event.start_ns()))
+    return max(accumulate(sizes))
+
+
+@pytest.mark.parametrize(
+    ("family", "tokens", "seqs", "sizes"),
+    [
+        ("llama", 64, 4, {}),
+        ("llama", 64, 4, {"intermediate_size": 352}),
+        ("llama", 8, 16, {"vocab_size": 4096}),
+        ("qwen3", 64, 4, {}),
+        ("starcoder2-window", 64, 4, {"intermediate_size": 352}),
+    ],
+)
+def test_the_largest_step_takes_what_is_planned(
+    family: str, tokens: int, seqs: int, sizes: dict[str, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Most of it is a layer's heads, its feed-forward part, or logits. Angles lie there before."""
+    save(family, tmp_path, **(SMALL | sizes))
+    found = outline(tmp_path)
+    plan = plan_card(found, Limits(16, tokens, seqs), 8 << 30)
+    interpret(monkeypatch)
+    engine = GpuEngine.load(tmp_path, CPU, dtype="float16", **ROOM)
+    peak = peak_bytes(partial(largest_step, engine, StepLimits(tokens, seqs, 0.9)))
+    assert plan.step_bytes - 4 * plan.max_model_len * found.config.turned == pytest.approx(peak, rel=0.1)
 
 
 async def test_a_whole_worker_serves_with_every_kernel(tmp_path: Path, redis_url: str) -> None:
