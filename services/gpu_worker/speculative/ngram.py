@@ -6,25 +6,27 @@ prompt lookup in vLLM and transformers.
 
 from __future__ import annotations
 
-from services.gpu_worker.speculative.proposer import EXPECTED_STRENGTH, NOTHING, Proposal, going_on
+from services.gpu_worker.speculative.proposer import EXPECTED_STRENGTH, NOTHING, TOKEN_BITS, Proposal, going_on
 
 
 class NgramProposer:
     def __init__(self, shortest: int, longest: int) -> None:
         self.max_strength = longest
         self._text: list[int] = []
-        self._ends: dict[int, dict[tuple[int, ...], int]] = {n: {} for n in range(longest, shortest - 1, -1)}
+        self._key = 0  # the last tokens, in TOKEN_BITS each
+        self._ends: dict[int, dict[int, int]] = {n: {} for n in range(longest, shortest - 1, -1)}
         self._source = 0  # what may come next stands there, after `_length` equal tokens
         self._length = 0
 
     def append(self, token_id: int) -> None:
         text = self._text
         text.append(token_id)
+        self._key = (self._key << TOKEN_BITS | token_id) & ((1 << self.max_strength * TOKEN_BITS) - 1)
         self._length = 0
         for n, ends in self._ends.items():
             if len(text) < n:
                 continue
-            gram, end = tuple(text[-n:]), len(text)
+            gram, end = self._key & ((1 << n * TOKEN_BITS) - 1), len(text)
             if self._length == 0 and gram in ends:
                 self._source, self._length = ends[gram], n
             ends[gram] = end

@@ -15,6 +15,7 @@ class Proposal:
 
 
 NOTHING = Proposal()
+TOKEN_BITS = 32  # of a token id in a key: one whole number takes less memory than several
 EXPECTED_STRENGTH = 8  # of the first token that is said to come
 
 

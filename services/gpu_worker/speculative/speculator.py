@@ -21,6 +21,8 @@ from shared.speculative_config import SpeculativeConfig
 
 WORKER_SHARE_KEPT = 0.99  # of what the worker has counted, with one more
 READ_TOKENS = 2048  # of all sequences before one step: reading takes some microseconds a token
+MAX_INDEXED_TOKENS = 1 << 16  # of a sequence, which has no drafts from then on
+MAX_ALL_INDEXED_TOKENS = 1 << 18  # of all together: the longest gives its own up
 
 
 @dataclass(slots=True)
@@ -31,6 +33,12 @@ class _Guided:
     proposer: Proposer
     acceptance: Acceptance
     num_read: int = 0
+    num_skipped: int = 0  # of a long prompt's first tokens
+    is_given_up: bool = False
+
+    @property
+    def num_indexed(self) -> int:
+        return 0 if self.is_given_up else self.num_read - self.num_skipped
 
     @property
     def num_unread(self) -> int:
@@ -116,13 +124,21 @@ class Speculator:
     def _read(self, sequences: Seq[Sequence]) -> None:
         """On, those with the least to read first."""
         left = READ_TOKENS
-        for guided in sorted((self._guide(s) for s in sequences if self._most(s)), key=lambda g: g.num_unread):
+        readers = [g for g in (self._guide(s) for s in sequences if self._most(s)) if not g.is_given_up]
+        for guided in sorted(readers, key=lambda g: g.num_unread):
             left -= guided.read(left)
+            if guided.num_indexed > MAX_INDEXED_TOKENS:
+                self._give_up(guided)
+        while sum(g.num_indexed for g in self._guided.values()) > MAX_ALL_INDEXED_TOKENS:
+            self._give_up(max(self._guided.values(), key=lambda g: g.num_indexed))
+
+    def _give_up(self, guided: _Guided) -> None:
+        guided.is_given_up, guided.proposer = True, self._new_proposer()
 
     def _propose(self, seq: Sequence, allowed: int) -> tuple[Proposal, list[float]]:
         """With the chance of each draft that it and all before it are right."""
         most = min(allowed, self._most(seq))
-        if most == 0 or (guided := self._guide(seq)).num_unread:
+        if most == 0 or (guided := self._guide(seq)).is_given_up or guided.num_unread:
             return NOTHING, []
         proposal = guided.proposer.propose(most)
         return proposal, guided.acceptance.survival(proposal.strength, len(proposal.ids), guided.proposer.max_strength)
@@ -134,7 +150,9 @@ class Speculator:
     def _guide(self, seq: Sequence) -> _Guided:
         guided = self._guided.get(seq.sid)
         if guided is None or guided.seq is not seq:
-            guided = _Guided(seq, self._new_proposer(), Acceptance(self._acceptance))
+            num_skipped = max(0, seq.num_prompt_tokens + len(seq.prediction) - MAX_INDEXED_TOKENS // 2)
+            num_skipped = min(num_skipped, seq.num_prompt_tokens)
+            guided = _Guided(seq, self._new_proposer(), Acceptance(self._acceptance), num_skipped, num_skipped)
             self._guided[seq.sid] = guided
         return guided
 

@@ -7,9 +7,10 @@ token after the place where it differed, as copies with changes do.
 
 from __future__ import annotations
 
-from services.gpu_worker.speculative.proposer import EXPECTED_STRENGTH, NOTHING, Proposal, going_on
+from services.gpu_worker.speculative.proposer import EXPECTED_STRENGTH, NOTHING, TOKEN_BITS, Proposal, going_on
 
 SIZES = (4, 2, 1)  # of what is looked up
+KEY_MASKS = tuple((1 << size * TOKEN_BITS) - 1 for size in SIZES)
 MAX_LENGTH = 64  # of a match, as far as it is counted
 WORTH_RESUMING = 4  # shorter matches are chance
 
@@ -19,7 +20,8 @@ class SuffixProposer:
 
     def __init__(self) -> None:
         self._text: list[int] = []
-        self._ends: tuple[dict[tuple[int, ...], int], ...] = tuple({} for _ in SIZES)
+        self._key = 0  # the last tokens, in TOKEN_BITS each
+        self._ends: tuple[dict[int, int], ...] = tuple({} for _ in SIZES)
         self._source = -1  # what may come next stands there, after `_length` equal tokens; -1: nowhere
         self._length = 0
 
@@ -28,6 +30,7 @@ class SuffixProposer:
         if self._source >= 0:
             was_right = text[self._source] == token_id
         text.append(token_id)
+        self._key = (self._key << TOKEN_BITS | token_id) & KEY_MASKS[0]
         found = self._note()
         if was_right:
             self._source, self._length = self._source + 1, min(self._length + 1, MAX_LENGTH)
@@ -41,10 +44,10 @@ class SuffixProposer:
     def _note(self) -> int:
         """Where the longest of the last tokens ended before; from now on they end here."""
         text, found = self._text, -1
-        for size, ends in zip(SIZES, self._ends, strict=True):
+        for size, mask, ends in zip(SIZES, KEY_MASKS, self._ends, strict=True):
             if len(text) < size:
                 continue
-            gram = tuple(text[-size:])
+            gram = self._key & mask
             if found < 0:
                 found = ends.get(gram, -1)
             ends[gram] = len(text)

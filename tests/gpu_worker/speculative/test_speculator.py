@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 
 from services.gpu_worker.batch import Chunk, SampledToken, Sequence
+from services.gpu_worker.speculative import speculator as speculator_module
 from services.gpu_worker.speculative.row_cost import KEPT_STEPS, RowCost
 from services.gpu_worker.speculative.speculator import READ_TOKENS, Speculator
 from shared.speculative_config import SpeculativeConfig
@@ -218,6 +219,42 @@ def test_long_predictions_are_read_over_several_steps() -> None:
     chunk = Chunk(seq, 2, 1, True)
     assert speculator.draft([chunk], [8], 100) == [()]
     assert speculator.draft([chunk], [8], 100) == [tuple(predicted[:8])]
+
+
+def num_indexed(speculator: Speculator) -> list[int]:
+    return [g.num_indexed for g in speculator._guided.values()]
+
+
+def test_of_a_long_prompt_the_end_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(speculator_module, "MAX_INDEXED_TOKENS", 200)
+    text = words(random.Random(12), 300)
+    speculator = Speculator(SUFFIX)
+    early, late = make_sequence(text + text[:20], 0), make_sequence(text + text[250:270], 1)
+    chunks = [Chunk(seq, 319, 1, True) for seq in (early, late)]
+    assert speculator.draft(chunks, [8, 8], 100) == [(), tuple(text[270:278])]
+    assert num_indexed(speculator) == [100, 100]
+
+
+def test_a_sequence_that_grows_too_long_gives_its_index_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(speculator_module, "MAX_INDEXED_TOKENS", 200)
+    text = words(random.Random(13), 60)
+    speculator = Speculator(SUFFIX)
+    seq = make_sequence(text, 0)
+    simulation = Simulation(speculator)
+    left = {id(seq): 5 * text}
+    while left[id(seq)]:
+        simulation.step([Chunk(seq, len(seq.token_ids) - 1, 1, True)], left)
+        assert num_indexed(speculator)[0] <= 200 and (len(seq.token_ids) < 230 or not num_indexed(speculator)[0])
+    assert speculator.draft([Chunk(seq, 359, 1, True)], [8], 100) == [()]
+
+
+def test_where_all_together_are_too_long_the_longest_gives_its_index_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(speculator_module, "MAX_ALL_INDEXED_TOKENS", 1000)
+    speculator, rng = Speculator(SUFFIX), random.Random(14)
+    texts = [words(rng, size) for size in (100, 600, 200, 300)]
+    chunks = [Chunk(make_sequence(t + t[:20], n), len(t) + 19, 1, True) for n, t in enumerate(texts)]
+    drafts = speculator.draft(chunks, [4] * 4, 100)
+    assert [bool(ids) for ids in drafts] == [True, False, True, True] and num_indexed(speculator) == [120, 0, 220, 320]
 
 
 def test_what_is_expected_of_a_token_that_is_not_known() -> None:
