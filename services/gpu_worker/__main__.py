@@ -136,7 +136,8 @@ def _load(common: CommonSettings, own: WorkerSettings, scripted: ScriptedSetting
 def _measure(engine: Engine, own: WorkerSettings) -> tuple[StepCost, Speculator | None]:
     config = speculative_config.parse(own.speculative_config)
     try:
-        return measure(engine), Speculator(config, measure_rows(engine)) if config else None
+        cost, max_step_s = measure(engine), own.max_step_ms / 1000
+        return cost, Speculator(config, measure_rows(engine), max_step_s=max_step_s) if config else None
     except MemoryError:
         raise
     except Exception as e:

@@ -87,8 +87,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     budget = Budget(own.max_num_batched_tokens, max(args.concurrency, own.max_num_seqs), own.max_num_batched_tokens)
     overlap = device is not None or leaves_one_free(threads) if args.overlap is None else args.overlap
     config = speculative_config.parse(own.speculative_config)
-    drafter = Speculator(config, measure_rows(engine)) if config else None
-    bench = EngineBench(engine, budget, own.max_step_ms / 1000, overlap=overlap, drafter=drafter)
+    max_step_s = own.max_step_ms / 1000
+    drafter = Speculator(config, measure_rows(engine), max_step_s=max_step_s) if config else None
+    bench = EngineBench(engine, budget, max_step_s, overlap=overlap, drafter=drafter)
     bench.run(requests(2, 16, [4], engine.info.vocab_size, args.seed), 2, "continuous")  # warm-up
     for round_number in range(args.repeat):
         todo = requests(

@@ -5,6 +5,27 @@ from __future__ import annotations
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 
+MAX_SHARE = 0.1  # of a step's time, that the drafts of one sequence add for others who have none
+
+
+def choose_fairly(
+    survivals: Seq[Seq[float]], num_sampled: int, num_rows: int, num_free: int, cost: Callable[[int], float],
+    max_cost: float,
+) -> list[int]:  # fmt: skip
+    """As `choose_lengths`; and where others take part without drafts, those of one sequence make a step longer by no
+    more than MAX_SHARE of it, and all together not longer than max_cost."""
+    lengths = choose_lengths(survivals, num_sampled, num_rows, num_free, cost)
+    if all(lengths) or not any(lengths):
+        return lengths
+    own = _num_within((1 + MAX_SHARE) * cost(num_rows), max(lengths), num_rows, cost)
+    num_free = _num_within(max_cost, num_free, num_rows, cost)
+    return choose_lengths([chances[:own] for chances in survivals], num_sampled, num_rows, num_free, cost)
+
+
+def _num_within(most_cost: float, most: int, num_rows: int, cost: Callable[[int], float]) -> int:
+    """How many drafts, up to `most`, a step of this cost has room for."""
+    return next((n for n in range(most) if cost(num_rows + n + 1) > most_cost), most)
+
 
 def choose_lengths(
     survivals: Seq[Seq[float]], num_sampled: int, num_rows: int, num_free: int, cost: Callable[[int], float]

@@ -50,6 +50,11 @@ class RowCost:
             del self._shape[num_rows]
             self._known.remove(num_rows)
 
+    @property
+    def unit_s(self) -> float:
+        """Of what `relative` says; 0 while nothing is known."""
+        return self._level
+
     def relative(self, num_rows: int) -> float:
         """Of a step of so many rows, in a unit of its own."""
         known, shape = self._known, self._shape

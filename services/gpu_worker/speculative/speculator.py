@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from services.gpu_worker.batch import Chunk, Drawn, Sequence
 from services.gpu_worker.speculative.acceptance import Acceptance
-from services.gpu_worker.speculative.choice import choose_lengths
+from services.gpu_worker.speculative.choice import choose_fairly
 from services.gpu_worker.speculative.ngram import NgramProposer
 from services.gpu_worker.speculative.proposer import NOTHING, Proposal, Proposer
 from services.gpu_worker.speculative.row_cost import RowCost
@@ -76,13 +76,17 @@ class Counts:
 
 
 class Speculator:
-    """A `Drafter`. cost: what is known of steps already."""
+    """A `Drafter`. cost: what is known of steps already. max_step_s: drafts make no step longer, for those that have
+    none."""
 
-    def __init__(self, config: SpeculativeConfig, cost: RowCost | None = None) -> None:
+    def __init__(
+        self, config: SpeculativeConfig, cost: RowCost | None = None, *, max_step_s: float = float("inf")
+    ) -> None:
         self.method = config.method
         self.counts = Counts()
         self._config = config
         self._cost = cost or RowCost()
+        self._max_step_s = max_step_s
         self._acceptance = Acceptance(share_kept=WORKER_SHARE_KEPT)
         self._guided: dict[str, _Guided] = {}
 
@@ -96,15 +100,20 @@ class Speculator:
         if not any(survivals):
             return [()] * len(chunks)
         num_sampled, num_rows = sum(c.sample for c in chunks), sum(c.count for c in chunks)
-        lengths = choose_lengths(survivals, num_sampled, num_rows, num_free, self._cost.relative)
+        lengths = self._choose(survivals, num_sampled, num_rows, num_free)
         return [proposal.ids[:length] for proposal, length in zip(proposals, lengths, strict=True)]
+
+    def _choose(self, survivals: Seq[Seq[float]], num_sampled: int, num_rows: int, num_free: int) -> list[int]:
+        cost = self._cost
+        max_cost = self._max_step_s / cost.unit_s if cost.unit_s else float("inf")
+        return choose_fairly(survivals, num_sampled, num_rows, num_free, cost.relative, max_cost)
 
     def expects(self, sequences: Seq[Sequence], most: Seq[int], num_free: int) -> bool:
         self._read(sequences)
-        survivals = [self._propose(seq, 1 + n)[1][1:] for seq, n in zip(sequences, most, strict=True) if n > 0]
+        survivals = [self._propose(seq, 1 + n)[1][1:] if n else [] for seq, n in zip(sequences, most, strict=True)]
         if not any(survivals):
             return False
-        return any(choose_lengths(survivals, len(sequences), len(sequences), num_free, self._cost.relative))
+        return any(self._choose(survivals, len(sequences), len(sequences), num_free))
 
     def observe(self, chunks: Seq[Chunk], drawn: Seq[Drawn], seconds: float) -> None:
         """What a step has drawn, as far as it counts, and how long it took."""

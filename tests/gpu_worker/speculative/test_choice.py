@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.gpu_worker.speculative.choice import choose_lengths
+from services.gpu_worker.speculative.choice import choose_fairly, choose_lengths
 
 
 def linear(fixed: float) -> Callable[[int], float]:
@@ -48,3 +48,21 @@ def test_free_rows_take_every_draft_and_dear_ones_none() -> None:
 def test_a_step_that_jumps_in_cost_is_filled_or_left() -> None:
     """Rows in pairs: the second of a pair costs nothing."""
     assert choose_lengths([[0.9, 0.8, 0.7, 0.6]], 1, 1, 9, lambda rows: 2.0 + (rows + 1) // 2) == [3]
+
+
+@pytest.mark.parametrize(
+    ("others", "num_free", "max_cost", "lengths"),
+    [
+        ([], 99, 20.0, [8, 8]),  # nobody is without
+        ([[]], 99, 200.0, [3, 3, 0]),
+        ([[]], 4, 200.0, [3, 1, 0]),
+        ([[]], 99, 37.0, [3, 1, 0]),
+        ([[]], 99, 20.0, [0, 0, 0]),
+        ([[0.0]], 99, 200.0, [3, 3, 0]),  # has guesses that are worth nothing
+    ],
+)
+def test_those_without_drafts_wait_for_those_of_others_for_a_bounded_time(
+    others: list[list[float]], num_free: int, max_cost: float, lengths: list[int]
+) -> None:
+    survivals, num_rows = [[0.9] * 8] * 2 + others, 2 + len(others)
+    assert choose_fairly(survivals, num_rows, num_rows, num_free, linear(33.0 - num_rows), max_cost) == lengths
