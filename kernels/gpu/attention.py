@@ -25,6 +25,7 @@ LOG2E = math.log2(math.e)
 FORMATS = {torch.int8: 1, torch.float8_e4m3fn: 2}
 # Below so many programs a launch is spread over parts of the keys. The result is the same either way.
 FEW_PROGRAMS = 256
+MOST_PART_BYTES = 128 << 20  # of memory for what parts give; where they need more there is one
 
 
 @triton.jit(do_not_specialize=("first_row", "num_parts", "table_stride"))
@@ -158,7 +159,8 @@ def attention_triton(
     num_kv_heads = cache.k.shape[1]
     num_tiles, num_parts = batch.tile_seqs.shape[0], -(-batch.longest // batch.part)
     totals = stats = None
-    if num_parts > 1 and num_tiles * num_kv_heads < FEW_PROGRAMS:
+    part_bytes = 4 * batch.num_rows * num_heads * num_parts * dim
+    if num_parts > 1 and num_tiles * num_kv_heads < FEW_PROGRAMS and part_bytes <= MOST_PART_BYTES:
         totals = torch.empty(batch.num_rows, num_heads, num_parts, dim, dtype=torch.float32, device=q.device)
         stats = torch.empty(batch.num_rows, num_heads, num_parts, 2, dtype=torch.float32, device=q.device)
     window, cap = options.window or 0, options.softcap or 0.0

@@ -50,20 +50,21 @@ DEFAULT_LIMITS = StepLimits(512, 64, 0.9)
 
 
 def largest_step(engine: GpuEngine, limits: StepLimits) -> None:
-    """A step of as many tokens and samples as there may be, on an engine whose only block takes whatever is stored."""
+    """As many tokens and samples as may be, of the longest sequences; the engine's only block takes what they store."""
     info = engine.info
     params = SamplingParams(
         max_tokens=1, temperature=1.0, top_p=0.9, logprobs=20, repetition_penalty=1.1, logit_bias={0: 1.0}, seed=0
     )
-    chunks, left = [], limits.max_num_batched_tokens
+    chunks, left, length = [], limits.max_num_batched_tokens, info.max_model_len
+    token_ids, block_ids = [0] * length, [0] * -(-length // info.block_size)
     for number in range(min(limits.max_num_seqs, left)):
         later = min(limits.max_num_seqs, limits.max_num_batched_tokens) - number - 1
-        count = min(left - later, info.max_model_len)
+        count = min(left - later, length)
         seq = Sequence(
-            sid="largest", epoch=0, choice=0, params=params, num_prompt_tokens=count, token_ids=[0] * count,
-            block_ids=[0] * -(-count // info.block_size),
+            sid="largest", epoch=0, choice=0, params=params, num_prompt_tokens=length, token_ids=token_ids,
+            block_ids=block_ids,
         )  # fmt: skip
-        chunks.append(Chunk(seq, 0, count, True))
+        chunks.append(Chunk(seq, length - count, count, True))
         left -= count
     engine.step(chunks)
 

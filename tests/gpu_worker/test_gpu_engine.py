@@ -187,6 +187,7 @@ def test_the_largest_step_has_all_tokens_and_samples(engine: GpuEngine, monkeypa
     for tokens, seqs in ((600, 3), (4, 64), (2000, 2)):
         largest_step(engine, StepLimits(tokens, seqs, 0.9))
     assert [[c.count for c in chunks] for chunks in steps] == [[512, 87, 1], [1] * 4, [512, 512]]
+    assert {c.start + c.count for chunks in steps for c in chunks} == {512}, "as many keys as there may be"
 
 
 @pytest.mark.parametrize(

@@ -127,6 +127,18 @@ def test_windows_caps_and_sinks_in_parts_and_whole(options: AttentionOptions, mo
     assert same_bits(attention(q, cache, batch, options), in_parts)
 
 
+def test_parts_that_need_too_much_memory_are_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    import kernels.gpu.attention as op  # as above
+
+    cache, block_ids = filled_cache([150], 1, 64, torch.float32)
+    batch, q, options = attention_batch([3], [150], block_ids, 2), randn(3, 2, 64), AttentionOptions(0.125)
+    monkeypatch.setattr(op, "MOST_PART_BYTES", 4 * 3 * 2 * 3 * 64)
+    in_parts = attention(q, cache, batch, options)
+    monkeypatch.setattr(op, "MOST_PART_BYTES", op.MOST_PART_BYTES - 1)
+    monkeypatch.setattr(op, "merge_parts", lambda *_: pytest.fail("there are parts"))
+    assert same_bits(attention(q, cache, batch, options), in_parts)
+
+
 @pytest.mark.parametrize("window", [None, 70])
 def test_trees(window: int | None) -> None:
     """A row sees the prefix within its window and its ancestors; two branches do not see each other."""
