@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
 
-import kernels.gpu
+import kernels
 from kernels.matmul_dense import DensePacker, matmul_dense
 from kernels.rms_norm import rms_norm
 from kernels.silu_mul import silu_mul
@@ -42,12 +43,14 @@ def native_variant(identity: str, library: str, *, block_size: int, layout: str)
 def gpu_variant(
     identity: str, device: torch.device, *, block_size: int, dtype: torch.dtype, kv_dtype: torch.dtype
 ) -> str:
-    """The kernels' own text counts, as does the kind of GPU: which tiles they take follows from it."""
+    """The text of all that computes counts, as do Triton and the kind of GPU: which tiles are taken follows from it."""
     kind = torch.cuda.get_device_name(device) if device.type == "cuda" else kind_of(device)
     digest = hashlib.sha256()
-    for part in (identity, kind, torch.__version__, str(dtype), str(kv_dtype), str(block_size)):
+    for part in (identity, kind, torch.__version__, _triton(), str(dtype), str(kv_dtype), str(block_size)):
         digest.update(part.encode() + b"\0")
-    for file in sorted(Path(kernels.gpu.__file__).parent.glob("*.py")):
+    ops, here = Path(kernels.__file__).parent, Path(__file__).parent
+    own = (here / name for name in ("gpu_inputs.py", "model/gpu_decoder.py", "weights/on_device.py"))
+    for file in (*sorted(ops.glob("*.py")), *sorted((ops / "gpu").glob("*.py")), *own):
         digest.update(file.read_bytes())
     return f"gpu-{'-'.join(kind.lower().split())}-{digest.hexdigest()[:32]}"
 
@@ -55,6 +58,14 @@ def gpu_variant(
 def kind_of(device: torch.device) -> str:
     """Of a GPU engine: on a CPU its kernels are interpreted."""
     return "interpreted" if device.type == "cpu" else device.type
+
+
+def _triton() -> str:
+    """Its version; empty where torch brings one under another name, which its own version then tells."""
+    try:
+        return version("triton")
+    except PackageNotFoundError:
+        return ""
 
 
 def _probe() -> Iterator[torch.Tensor]:
