@@ -227,6 +227,7 @@ def test_types_of_the_other_format_are_refused(options: list[str]) -> None:
 
 @pytest.mark.model
 @pytest.mark.timeout(600)
+@pytest.mark.slow
 def test_the_default_model_there_and_back(tmp_path: Path) -> None:
     with torch_threads(1):
         assert main([str(model_path()), str(tmp_path / "hf"), "--outtype", "f32"]) == 0

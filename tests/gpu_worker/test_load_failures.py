@@ -141,6 +141,6 @@ async def test_the_exit_status_says_what_is_to_blame(
 
 
 def test_a_whole_model_loads(whole: Path) -> None:
-    engine, _, cost = load(whole, kv_cache_bytes=1 << 22)
+    engine, _, cost, *_ = load(whole, kv_cache_bytes=1 << 22)
     assert engine.info.num_blocks > 0 and cost.decode_s > 0
     assert json.loads((whole / "config.json").read_text())["vocab_size"] == engine.info.vocab_size

@@ -216,10 +216,10 @@ def _experts(keys: Keys, family: Family, tensors: Shapes) -> ExpertConfig | None
     num_used = keys.take("expert_used_count", int, 0)
     size = keys.take("expert_feed_forward_length", int, 0)
     shared_size = keys.take("expert_shared_feed_forward_length", int, 0)
-    groups, used_groups = (keys.take(f"expert_group_{name}", int, 1) or 1 for name in ("count", "used_count"))
     keys.take("leading_dense_block_count", int)  # tensors show it
     if not num_experts:
         return None
+    groups, used_groups = (keys.take(f"expert_group_{name}", int, 1) or 1 for name in ("count", "used_count"))
     has_shared = any(name.endswith(".ffn_up_shexp.weight") for name in tensors)
     deepseek, gating = "n_routed_experts" in family.reads, keys.take("expert_gating_func", int, 1)
     if gating not in _GATING:
