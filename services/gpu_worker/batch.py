@@ -154,6 +154,10 @@ class Drafter(Protocol):
         """What a step has drawn, as far as it counts, and how long it took."""
         ...
 
+    def failed(self) -> None:
+        """The step has, that `draft` was asked about last: what it drafted may be why."""
+        ...
+
     def forget(self, seq: Sequence) -> None:
         """It has left."""
         ...

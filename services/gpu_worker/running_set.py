@@ -324,7 +324,9 @@ class RunningSet:
             chunk.seq.num_drawing += chunk.sample
 
     def recall(self) -> None:
-        """Nothing of the steps in flight counts."""
+        """A step has failed: nothing of those in flight counts."""
+        if self.drafter is not None:
+            self.drafter.failed()
         for seq in self.sequences.values():
             seq.num_ahead = seq.num_drawing = 0
 

@@ -16,6 +16,7 @@ class Guesser:
         self.num_drafts = num_drafts
         self.wrong_every = wrong_every
         self.num_drafted = 0
+        self.num_failed = 0
         self.seconds: list[float] = []
         self.forgotten: list[str] = []
 
@@ -33,6 +34,9 @@ class Guesser:
 
     def observe(self, chunks: Seq[Chunk], drawn: Seq[Drawn], seconds: float) -> None:
         self.seconds.append(seconds)
+
+    def failed(self) -> None:
+        self.num_failed += 1
 
     def forget(self, seq: Sequence) -> None:
         self.forgotten.append(seq.sid)

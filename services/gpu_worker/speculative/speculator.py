@@ -21,6 +21,7 @@ from shared.speculative_config import SpeculativeConfig
 
 WORKER_SHARE_KEPT = 0.99  # of what the worker has counted, with one more
 READ_TOKENS = 2048  # of all sequences before one step: reading takes some microseconds a token
+HELD_TOKENS = 128  # that a sequence draws without drafts after a step with some has failed
 MAX_INDEXED_TOKENS = 1 << 16  # of a sequence, which has no drafts from then on
 MAX_ALL_INDEXED_TOKENS = 1 << 18  # of all together: the longest gives its own up
 
@@ -35,6 +36,7 @@ class _Guided:
     num_read: int = 0
     num_skipped: int = 0  # of a long prompt's first tokens
     is_given_up: bool = False
+    held_until: int = 0  # it has so many tokens
 
     @property
     def num_indexed(self) -> int:
@@ -89,8 +91,10 @@ class Speculator:
         self._max_step_s = max_step_s
         self._acceptance = Acceptance(share_kept=WORKER_SHARE_KEPT)
         self._guided: dict[str, _Guided] = {}
+        self._drafted: list[_Guided] = []  # in the latest step
 
     def draft(self, chunks: Seq[Chunk], most: Seq[int], num_free: int) -> list[tuple[int, ...]]:
+        self._drafted = []
         self._read([c.seq for c in chunks])
         proposals, survivals = [], []
         for chunk, allowed in zip(chunks, most, strict=True):
@@ -101,6 +105,7 @@ class Speculator:
             return [()] * len(chunks)
         num_sampled, num_rows = sum(c.sample for c in chunks), sum(c.count for c in chunks)
         lengths = self._choose(survivals, num_sampled, num_rows, num_free)
+        self._drafted = [self._guide(c.seq) for c, length in zip(chunks, lengths, strict=True) if length]
         return [proposal.ids[:length] for proposal, length in zip(proposals, lengths, strict=True)]
 
     def _choose(self, survivals: Seq[Seq[float]], num_sampled: int, num_rows: int, num_free: int) -> list[int]:
@@ -126,6 +131,10 @@ class Speculator:
                 num_accepted = sum(t.token_id == d for t, d in zip(tokens, chunk.draft_ids, strict=False))
                 self.counts.accepted.update(range(num_accepted))
 
+    def failed(self) -> None:
+        for guided in self._drafted:
+            guided.held_until = len(guided.seq.token_ids) + HELD_TOKENS
+
     def forget(self, seq: Sequence) -> None:
         """It has left."""
         self._guided.pop(seq.sid, None)
@@ -147,7 +156,10 @@ class Speculator:
     def _propose(self, seq: Sequence, allowed: int) -> tuple[Proposal, list[float]]:
         """With the chance of each draft that it and all before it are right."""
         most = min(allowed, self._most(seq))
-        if most == 0 or (guided := self._guide(seq)).is_given_up or guided.num_unread:
+        if most == 0:
+            return NOTHING, []
+        guided = self._guide(seq)
+        if guided.is_given_up or guided.num_unread or len(seq.token_ids) < guided.held_until:
             return NOTHING, []
         proposal = guided.proposer.propose(most)
         return proposal, guided.acceptance.survival(proposal.strength, len(proposal.ids), guided.proposer.max_strength)

@@ -7,12 +7,16 @@ from typing import Any
 
 import pytest
 
-from services.gpu_worker.batch import Chunk
+from services.gpu_worker.batch import Chunk, Drawn
 from services.gpu_worker.composer import Budget
 from services.gpu_worker.engine_thread import EngineLoop
 from services.gpu_worker.running_set import Change, RunningSet
+from services.gpu_worker.scripted_engine import ScriptedEngine
+from services.gpu_worker.speculative.row_cost import RowCost
+from services.gpu_worker.speculative.speculator import HELD_TOKENS, Speculator
 from shared import scripted_vocab as vocab
 from shared.protocol import Outcome, TokenChunk
+from shared.speculative_config import SpeculativeConfig
 from shared.wire import decode_as
 from shared.worker_protocol import Cancel, Extend, Preempt
 from tests.gpu_worker.builders import make_admission, make_admit, make_engine, make_running
@@ -176,6 +180,31 @@ def test_one_that_fails_while_drafts_are_verified_ends_where_it_would_without(po
     assert answers(running)["r1.0"] == vocab.answer(PROMPT, 9)
 
 
+class FailsOnDrafts(ScriptedEngine):
+    num_failures = 0
+
+    def step(self, chunks: Seq[Chunk]) -> list[Drawn]:
+        if any(c.draft_ids for c in chunks):
+            self.num_failures += 1
+            raise RuntimeError("of drafts")
+        return super().step(chunks)
+
+
+def test_where_drafts_make_steps_fail_they_are_not_tried_each_time() -> None:
+    text = list(bytes(range(HELD_TOKENS // 2)) * 6)
+    cost = RowCost()
+    cost.observe(1, 1.0)
+    cost.observe(16, 1.0)
+    drafter = Speculator(SpeculativeConfig(method="suffix", num_speculative_tokens=8), cost)
+    running = make_running(200, max_model_len=800, capacity=Budget(512, 32, 512), drafter=drafter)
+    engine = FailsOnDrafts(num_blocks=200, block_size=running.info.block_size, max_model_len=800)
+    loop = EngineLoop(engine, running)
+    submit(loop, 0, [vocab.SCRIPT, *text], num_blocks=200, max_tokens=len(text))
+    run_dry(loop)
+    assert answers(running)["r0.0"] == text and not any(o.code for o in outcomes(running).values())
+    assert 1 < engine.num_failures <= 1 + len(text) // HELD_TOKENS
+
+
 def test_where_memory_runs_out_drafts_are_given_up_first() -> None:
     guesser = Guesser(num_drafts=6, wrong_every=1000)
     loop, running = make_loop(guesser)
@@ -185,7 +214,7 @@ def test_where_memory_runs_out_drafts_are_given_up_first() -> None:
     assert answers(running) == {
         "r0.0": vocab.answer([vocab.OOM, 4, 7], 9), "r1.0": vocab.answer(PROMPT, 9)
     }  # fmt: skip
-    assert loop.limit.num_tokens <= 4 and not any(o.code for o in outcomes(running).values())
+    assert guesser.num_failed and loop.limit.num_tokens <= 4 and not any(o.code for o in outcomes(running).values())
 
 
 def test_a_step_with_drafts_is_not_followed_before_it_has_ended() -> None:
