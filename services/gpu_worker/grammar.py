@@ -7,25 +7,20 @@ bit i of byte i // 8 for token i. Knows nothing of logits.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal
 
-from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
+from llguidance import LLMatcher, LLParserLimits
 
+from services.gpu_worker.grammar_words import MAX_DIGITS, MAX_EXPONENT_DIGITS, Words
 from shared.protocol import Constraint
 from shared.vocabulary import Vocabulary, scripted_vocabulary
 
-MAX_DIGITS = 32  # in a row, of a number in JSON: more than any has a use for
-MAX_EXPONENT_DIGITS = 2  # beyond 10^308 a number is none for most readers
 MAX_BREAKS = 2  # tokens of line breaks
 LIMITS = LLParserLimits(max_lexer_states=30_000, max_grammar_size=200_000, verbose_errors=False)
-
-
-_LONG_EXPONENT = re.compile(rb"[eE][+-]?[0-9]{%d}" % (MAX_EXPONENT_DIGITS + 1))
 
 
 class GrammarError(ValueError):
@@ -40,7 +35,7 @@ class Grammars:
     answer would fail by what others had written."""
 
     def __init__(self, load_vocabulary: Callable[[], Vocabulary] = scripted_vocabulary) -> None:
-        self._words = lru_cache(maxsize=1)(lambda: _Words(load_vocabulary()))
+        self._words = lru_cache(maxsize=1)(lambda: Words(load_vocabulary()))
 
     def begin(self, constraint: Constraint, stop_ids: Iterable[int]) -> AnswerState:
         """At the beginning of an answer; GrammarError. stop_ids: tokens that end it, allowed where it is complete."""
@@ -53,50 +48,6 @@ class Grammars:
         if matcher.is_error():
             raise GrammarError("the grammar cannot be used with this model")
         return matcher
-
-
-class _Words:
-    """A vocabulary; sets of tokens are integers, bit i for token i."""
-
-    def __init__(self, vocabulary: Vocabulary) -> None:
-        self.tokens = vocabulary.tokens
-        self.all = (1 << len(self.tokens)) - 1
-        self.tokenizer = LLTokenizer(TokenizerWrapper(_Tokens(vocabulary)))  # its end is a token of its own, the last
-        self.breaks = self.set_of(i for i, token in enumerate(self.tokens) if token and not token.strip(b"\n"))
-        leading = [len(token) - len(token.lstrip(b"0123456789")) for token in self.tokens]
-        self._digits = [
-            self.set_of(i for i, n in enumerate(leading) if n >= count) for count in range(max(leading, default=0) + 1)
-        ]
-        self._long_exponents = self.set_of(i for i, token in enumerate(self.tokens) if _LONG_EXPONENT.search(token))
-
-    def set_of(self, ids: Iterable[int]) -> int:
-        bits = bytearray(len(self.tokens) // 8 + 1)
-        for i in ids:
-            if i < len(self.tokens):
-                bits[i // 8] |= 1 << i % 8
-        return int.from_bytes(bits, "little")
-
-    def too_many_digits(self, num_digits: int) -> int:
-        """Tokens that would make a number longer than it may be, of which there are so many digits."""
-        count = max(0, MAX_DIGITS - num_digits) + 1
-        return (self._digits[count] if count < len(self._digits) else 0) | (self._long_exponents if num_digits else 0)
-
-    def bytes_of(self, token_id: int) -> bytes:
-        return self.tokens[token_id] if token_id < len(self.tokens) else b""
-
-
-class _Tokens:
-    """What llguidance asks of a tokenizer. It need not cut texts: grammars are made with `no_forcing`."""
-
-    eos_token_id = None
-    bos_token_id = None
-
-    def __init__(self, vocabulary: Vocabulary) -> None:
-        self.tokens = vocabulary.tokens
-        self.special_token_ids = sorted(vocabulary.special_ids)
-
-    def __call__(self, text: bytes) -> list[int]:
-        return []
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,10 +87,11 @@ class _Place:
 class AnswerState:
     """Where an answer is. `mask_after` goes to any place by itself; `accept`, `rollback` and `fork` are its steps."""
 
-    def __init__(self, constraint: Constraint, words: _Words, matcher: LLMatcher | None, stops: int) -> None:
+    def __init__(self, constraint: Constraint, words: Words, matcher: LLMatcher | None, stops: int) -> None:
         self._constraint = constraint
         self._think_end = constraint.think_end.encode()
         self._words = words
+        self._overruns = words.overrunning(self._think_end) if self._think_end and matcher is not None else ()
         self._matcher = matcher
         self._stops = stops
         self._only = words.set_of(constraint.allowed_ids) if constraint.allowed_ids else words.all
@@ -228,8 +180,16 @@ class AnswerState:
             num_over = -1 if rules.think_budget is None else place.num_thoughts - rules.think_budget
             if 0 <= num_over < len(rules.think_end_ids):
                 return 1 << rules.think_end_ids[num_over]
-            return None if self._matcher is None else self._words.all & ~self._stops
+            return None if self._matcher is None else self._words.all & ~self._stops & ~self._lost(place.tail)
         return None if self._matcher is None else self._parsable(place)
+
+    def _lost(self, tail: bytes) -> int:
+        """Tokens whose end would be an answer's beginning that no grammar has seen."""
+        lost = 0
+        for num, tokens in enumerate(self._overruns):
+            if tail.endswith(self._think_end[:num]):
+                lost |= tokens
+        return lost
 
     def _parsable_instead(self, place: _Place) -> int:
         """What may come if the beginning of thoughts was that of an answer without."""

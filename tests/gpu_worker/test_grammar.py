@@ -13,9 +13,11 @@ import pytest
 from llguidance import LLParserLimits
 
 from services.gateway import structured
-from services.gpu_worker.grammar import MAX_DIGITS, AnswerState, GrammarError, Grammars
+from services.gpu_worker.grammar import AnswerState, GrammarError, Grammars
+from services.gpu_worker.grammar_words import MAX_DIGITS
 from shared import scripted_vocab as vocab
 from shared.protocol import Constraint
+from shared.vocabulary import Vocabulary
 
 GRAMMARS = Grammars()
 STOPS = [vocab.EOS]
@@ -171,6 +173,22 @@ def test_a_grammar_holds_behind_the_thoughts() -> None:
     assert ids(state.mask_after(b"well</t>\n\nno")) == STOPS
     assert ids(state.mask_after(b"well</t>no")) == STOPS
     assert ids(state.mask_after(b"</t>y")) == [ord("e")]
+
+
+def test_no_token_ends_the_thoughts_and_begins_the_answer_unseen() -> None:
+    words = [b"a", b"<", b"/t>", b"/t>\n", b"/t>yes", b"</t>", b"</t>no", b"a</t> b", b"t>n", b"</", b">x", b"> ", b"y"]
+    vocabulary = Vocabulary([*words, b""], frozenset([len(words)]))
+    constraint = Constraint(grammar=structured.HEADER + 'start: "yes" | "no"', think_end=END)
+
+    def banned(*tokens: bytes) -> list[bytes]:
+        state = Grammars(lambda: vocabulary).begin(constraint, [len(words)])
+        allowed = ids(state.mask_after([words.index(token) for token in tokens]))
+        return [word for i, word in enumerate(words) if i not in allowed]
+
+    whole = [b"</t>no", b"a</t> b"]
+    assert banned() == banned(b"a") == whole
+    assert banned(b"<") == [b"/t>yes", *whole] and banned(b"</") == [*whole, b"t>n"]
+    assert banned(b"</", b"</") == [*whole, b"t>n"] and banned(b"<", b"a") == whole
 
 
 def test_thoughts_may_be_left_out_where_the_model_begins_them_itself() -> None:
