@@ -246,11 +246,13 @@ class AnswerState:
             raise GrammarError("the grammar cannot be taken back")
 
     def _parsed(self, place: _Place, token_id: int) -> _Place:
-        if self._matcher is None or self._stops >> token_id & 1:
+        if self._matcher is None:
             return place
         if self._may_break(place) and self._words.breaks >> token_id & 1:
             return replace(place, num_breaks=place.num_breaks + 1)
         if not self._matcher.try_consume_tokens([token_id]):
+            if self._stops >> token_id & 1:
+                return place  # one that is text too has been read: it may be kept, before min_tokens
             raise GrammarError("the answer has left its grammar")
         place = replace(place, num_parsed=place.num_parsed + 1)
         return place.read(self._words.bytes_of(token_id)) if self._constraint.json_text else place

@@ -118,6 +118,13 @@ def test_an_end_is_allowed_after_every_complete_value() -> None:
         assert vocab.EOS not in ids(state.mask_after(text.encode())), text
 
 
+def test_a_stop_token_that_is_kept_is_text() -> None:
+    state = GRAMMARS.begin(by_lark('start: "banana"'), [vocab.EOS, ord("a")])
+    assert ids(state.mask_after(b"ba")) == [ord("n")] and ids(state.mask_after(b"banan")) == [ord("a")]
+    assert ids(state.mask_after(b"banana")) == sorted([ord("a"), vocab.EOS])
+    assert state.allows([*b"banana", vocab.EOS]) and ids(state.mask_after(b"b")) == [ord("a")]
+
+
 def test_special_tokens_are_no_text() -> None:
     state = begin(by_lark("start: /(.|\\n)*/"))
     assert [i for i in ids(state.mask()) if i >= 256] == STOPS
