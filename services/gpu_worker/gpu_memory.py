@@ -15,6 +15,7 @@ import torch
 from services.gpu_worker.model.config import NotOnGpuError
 
 GIB = 1 << 30
+LEAST_SPARE = 512 << 20  # left alone: for graphs, what libraries allocate by themselves, and holes between tensors
 
 
 class Card(Protocol):
@@ -56,7 +57,11 @@ class Budget:
 
     @property
     def usable(self) -> int:
-        return min(int(self.total * self.share), self.free)
+        return min(int(self.total * self.share), self.free - self.spare)
+
+    @property
+    def spare(self) -> int:
+        return max(LEAST_SPARE, self.total // 32)
 
     def check_weights(self, num_bytes: int) -> None:
         """NotOnGpuError, before they are read, if they do not fit."""
@@ -81,12 +86,18 @@ class Budget:
     def __str__(self) -> str:
         share = int(self.total * self.share)
         text = f"gpu_memory_utilization: {self.share:g} of the card's {_gib(self.total)} is {_gib(share)}"
-        return text if self.usable < self.free else f"{text}, and others have left {_gib(self.free)}"
+        if not self._is_short:
+            return text
+        return f"{text}, and others have left {_gib(self.free)}, of which {_gib(self.spare)} stay free"
 
     @property
     def shortened(self) -> str:
         """What to tell of memory that others have; empty if there is nothing to tell."""
-        return f"{self}: the KV pool is smaller" if self.usable == self.free else ""
+        return f"{self}: the KV pool is smaller" if self._is_short else ""
+
+    @property
+    def _is_short(self) -> bool:
+        return self.usable < int(self.total * self.share)
 
 
 def _gib(num_bytes: int) -> str:

@@ -14,6 +14,7 @@ from kernels.planar_weight import GroupedCodes, PlanarWeight
 from services.gpu_worker.batch import Chunk
 from services.gpu_worker.engine import TorchEngine
 from services.gpu_worker.gpu_engine import GpuEngine, StepLimits, largest_step
+from services.gpu_worker.gpu_memory import LEAST_SPARE
 from services.gpu_worker.model.config import ConfigError, NotOnGpuError
 from services.gpu_worker.step_inputs import SequenceError
 from services.gpu_worker.weights.on_device import OnDevice
@@ -166,19 +167,20 @@ class MadeUpCard:
 
 
 def test_the_pool_is_what_weights_and_steps_leave_of_the_card(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
-    def blocks(card: MadeUpCard, share: float = 0.5) -> int:
+    def blocks(card: MadeUpCard, share: float = 4 / 1024) -> int:
         limits = StepLimits(max_num_batched_tokens=600, max_num_seqs=3, memory_share=share)
         return GpuEngine.load(folder, CPU, card=card, limits=limits).info.num_blocks
 
     block = 2 * 3 * 2 * 16 * 16 * 4
-    assert blocks(MadeUpCard(total=8 << 20, free=8 << 20, taken=1 << 20, step=1 << 20)) == (2 << 20) // block
+    total = 1 << 30
+    assert blocks(MadeUpCard(total, free=total, taken=1 << 20, step=1 << 20)) == (2 << 20) // block
     assert not caplog.messages
-    assert blocks(MadeUpCard(total=8 << 20, free=3 << 20, taken=1 << 20, step=1 << 20)) == (1 << 20) // block
-    assert "others have left 0.0 GiB: the KV pool is smaller" in caplog.messages[0]
+    assert blocks(MadeUpCard(total, free=LEAST_SPARE + (3 << 20), taken=1 << 20, step=1 << 20)) == (1 << 20) // block
+    assert "others have left 0.5 GiB, of which 0.5 GiB stay free: the KV pool is smaller" in caplog.messages[0]
     with pytest.raises(ConfigError, match="leaves no room for keys and values"):
-        blocks(MadeUpCard(total=8 << 20, free=8 << 20, taken=3 << 20, step=1 << 20))
+        blocks(MadeUpCard(total, free=total, taken=3 << 20, step=1 << 20))
     with pytest.raises(ConfigError, match="the weights alone take"):
-        blocks(MadeUpCard(total=8 << 20, free=8 << 20, taken=0, step=0), share=0.001)
+        blocks(MadeUpCard(total, free=total, taken=0, step=0), share=1e-5)
 
 
 def test_the_largest_step_has_all_tokens_and_samples(engine: GpuEngine, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,11 +22,16 @@ def test_the_pool_is_what_is_left_of_the_share() -> None:
 
 def test_what_others_have_makes_the_pool_smaller_and_is_told() -> None:
     budget = Budget(total=80 * GIB, free=40 * GIB, share=0.9)
-    assert blocks(budget) == 23 * GIB // BLOCK
+    assert blocks(budget) == int(20.5 * GIB) // BLOCK
     assert budget.shortened == (
-        "gpu_memory_utilization: 0.9 of the card's 80.0 GiB is 72.0 GiB, and others have left 40.0 GiB: "
-        "the KV pool is smaller"
+        "gpu_memory_utilization: 0.9 of the card's 80.0 GiB is 72.0 GiB, and others have left 40.0 GiB, "
+        "of which 2.5 GiB stay free: the KV pool is smaller"
     )
+
+
+def test_a_whole_card_is_not_taken_to_the_last_byte() -> None:
+    assert Budget(total=80 * GIB, free=79 * GIB, share=1.0).usable == int(76.5 * GIB)
+    assert Budget(total=8 * GIB, free=8 * GIB, share=1.0).usable == int(7.5 * GIB)
 
 
 def test_too_little_is_an_error_with_the_numbers() -> None:
@@ -41,5 +46,7 @@ def test_too_little_is_an_error_with_the_numbers() -> None:
 
 def test_weights_that_do_not_fit_are_refused_before_they_are_read() -> None:
     Budget(total=24 * GIB, free=23 * GIB, share=0.9).check_weights(21 * GIB)
-    with pytest.raises(ConfigError, match=r"others have left 5\.0 GiB; the weights alone take 16\.0 GiB"):
+    with pytest.raises(
+        ConfigError, match=r"others have left 5\.0 GiB, of which 0\.8 GiB stay free; the weights alone take 16\.0 GiB"
+    ):
         Budget(total=24 * GIB, free=5 * GIB, share=0.9).check_weights(16 * GIB)
