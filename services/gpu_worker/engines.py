@@ -65,6 +65,8 @@ def load_engine(
             if device is not None and kind == "auto":
                 torch.set_num_threads(num_threads)  # weights are converted by them
                 on_device = _on_device(model, device, needs_device, limits, settings)
+                if on_device is not None and device.type == "cuda":
+                    torch.set_num_threads(1)  # what is left for a CPU is small, and others' cores
             return on_device or _on_cpu(kind, model, cache_dir, num_threads, say, settings)
         except UnknownArchitectureError as e:
             if model_impl == "headrace" or ours_alone:

@@ -47,3 +47,15 @@ def test_a_card_that_is_too_small_is_an_error_only_where_a_card_is_asked_for(
     with caplog.at_level(logging.WARNING):
         assert chosen(needs_device=False) == "a CPU's engine"
     assert "computing on the CPU: " in caplog.text and reason in caplog.text
+
+
+def test_a_cpus_threads_are_given_back_once_a_card_has_its_weights(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    loaded_by = []
+    monkeypatch.setattr(engines, "CudaCard", lambda _: None)
+    monkeypatch.setattr(engines, "CudaRecorder", lambda: None)
+    monkeypatch.setattr(engines.GpuEngine, "load", lambda *_, **__: loaded_by.append(torch.get_num_threads()) or "it")
+    with torch_threads(1):
+        assert load_engine("auto", tmp_path, tmp_path, num_threads=2, device=torch.device("cuda")) == "it"
+        assert loaded_by == [2] and torch.get_num_threads() == 1
