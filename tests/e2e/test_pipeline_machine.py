@@ -44,6 +44,7 @@ shapes = st.builds(
 configs = st.builds(
     Config, shape=shapes, max_num_seqs=st.integers(2, 4), max_num_batched_tokens=st.sampled_from([4, 8, 16]),
     prefix_caching=st.sampled_from([True, True, True, False]), max_strikes=st.sampled_from([1, 2, 8]),
+    speculates=st.booleans(),
 )  # fmt: skip
 prompts = st.builds(
     lambda prefix, length, end: (*prefix[:length], *end),

@@ -23,6 +23,7 @@ from shared.records import Records
 from shared.scripts import Scripts
 from tests.e2e.machine.clients import Client
 from tests.e2e.machine.wire import Command, Fault, Step, Turn, WiredRedis
+from tests.gpu_worker.guesser import Guesser
 
 if TYPE_CHECKING:
     from tests.e2e.machine.world import World
@@ -247,6 +248,7 @@ class WorkerActor(Actor):
             self.redis, world.model, self.engine, validate=validate, incarnation=name,
             capacity=Budget(config.max_num_batched_tokens, config.max_num_seqs, config.max_num_batched_tokens),
             enable_prefix_caching=config.prefix_caching, clock=world.clock,
+            drafter=Guesser(num_drafts=2, wrong_every=3) if config.speculates else None,
         )  # fmt: skip
 
     def loops(self) -> dict[str, Callable[[], Awaitable[Any]]]:

@@ -50,6 +50,7 @@ class Config:
     max_num_batched_tokens: int = 16
     prefix_caching: bool = True
     max_strikes: int = 2
+    speculates: bool = False
 
 
 class World:
