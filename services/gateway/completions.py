@@ -42,7 +42,7 @@ class CompletionRoutes:
         started = asyncio.get_running_loop().time()
         async with self.state.bodies.read(http) as body:
             self.state.check_open()
-            request, prompts = await self.intake.generation(cls, body)
+            request, prompts = await self.intake.generation(cls, body, http[OWNER])
             caller = await self._caller(http, body, request)
         del body  # as large as it may be, and the answer may take long
         limits = time_limits(self.state.settings, self.state.limits, http.headers, request.timeout)

@@ -66,13 +66,13 @@ class Intake:
         await self._grammars.close()
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    async def generation(self, cls: type[G], body: bytes) -> tuple[G, list[PreparedPrompt]]:
+    async def generation(self, cls: type[G], body: bytes, owner: str) -> tuple[G, list[PreparedPrompt]]:
         """The checked request and its prompts. A wrong request is refused as such also when no worker is alive."""
 
         request, call = await self._run(body, lambda: self._read(cls, body))
         form = await self._run(body, lambda: form_of(request, self._dialect))
         if form.wanted is not None:
-            form = replace(form, grammar=await self._grammars.compiled(form.wanted))
+            form = replace(form, grammar=await self._grammars.compiled(form.wanted, owner))
         answer = await self._templates.render(call) if call else b""
 
         def prepare() -> list[PreparedPrompt]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import AsyncIterator
 from typing import Any
@@ -14,6 +15,8 @@ from services.gateway.grammar_pool import GrammarPool
 from services.gateway.openai_schema import CompletionRequest
 from services.gateway.request_parsing import parse
 from services.gateway.structured import Wanted
+from shared.protocol import MAX_GRAMMAR_CHARS
+from tests.helpers import wait_until
 
 
 @pytest.fixture
@@ -82,3 +85,48 @@ async def test_case_10_what_would_take_minutes_ends_within_seconds(pool: Grammar
 async def test_patterns_that_other_engines_die_of_are_bounded(pool: GrammarPool) -> None:
     for regex in ("(a+)+b", "(a|aa){1,5000}b", "((a{1,100}){1,100}){1,100}", "[ab]*a[ab]{30}c"):
         assert await pool.compiled(outputs(regex=regex))
+
+
+class Counting:
+    """The pool's processes, which a test holds back."""
+
+    def __init__(self, pool: GrammarPool) -> None:
+        self.num_asked = 0
+        self.gate = asyncio.Event()
+        self._ask = pool._pool.ask
+        pool._pool.ask = self.ask  # type: ignore[method-assign]
+
+    async def ask(self, call: bytes) -> bytes:
+        self.num_asked += 1
+        await self.gate.wait()
+        return await self._ask(call)
+
+
+async def test_what_is_refused_is_remembered_for_who_asked(pool: GrammarPool) -> None:
+    asked = Counting(pool)
+    asked.gate.set()
+    wanted = outputs(regex="(")
+    first, again = await refused(pool, wanted), await refused(pool, wanted)
+    assert (first.message, first.code) == (again.message, again.code) and asked.num_asked == 1
+    with pytest.raises(BadRequest):
+        await pool.compiled(wanted, "another")
+    assert asked.num_asked == 2, "nobody learns what others have asked for"
+
+
+async def test_an_owner_has_one_process_at_a_time_also_one_who_leaves(pool: GrammarPool) -> None:
+    asked = Counting(pool)
+    own = [asyncio.ensure_future(pool.compiled(outputs(regex=f"a{n}"), "one")) for n in range(4)]
+    other = asyncio.ensure_future(pool.compiled(outputs(regex="b"), "two"))
+    await wait_until(lambda: asked.num_asked == 2)
+    own[0].cancel()
+    await asyncio.wait(own[:1])
+    assert asked.num_asked == 2
+    asked.gate.set()
+    await asyncio.gather(*own[1:], other)
+    assert asked.num_asked == 5
+
+
+async def test_what_is_too_long_reaches_no_process(pool: GrammarPool) -> None:
+    asked = Counting(pool)
+    error = await refused(pool, Wanted("x" * (MAX_GRAMMAR_CHARS + 1), False, "structured_outputs.grammar"))
+    assert error.code == "unsupported_grammar" and asked.num_asked == 0
