@@ -53,7 +53,7 @@ def _builder(state: GatewayState, tokenizer: Tokenizer, generation: Generation) 
         text.api, tokenizer, id=f"{kind}-{generation.rid}", model=state.model, created=text.created,
         with_logprobs=sampling.logprobs is not None and not text.hides_logprobs, include_usage=text.include_usage,
         system_fingerprint=text.system_fingerprint or None,
-        call_id_chars=tool_formats.id_chars(text.tool_format),
+        call_id_chars=tool_formats.id_chars(text.tool_format), may_call=bool(text.tool_format),
     )  # fmt: skip
 
 

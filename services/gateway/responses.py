@@ -89,11 +89,13 @@ class ResponseBuilder:
         include_usage: bool = False,
         system_fingerprint: str | None = None,
         call_id_chars: int = ID_CHARS,
+        may_call: bool = False,
     ) -> None:
         self._chat = api == "chat"
         self._tokenizer = tokenizer
         self._with_logprobs = with_logprobs
         self._call_id_chars = call_id_chars
+        self._may_call = may_call
         self._whole: Json = {
             "id": id,
             "object": "chat.completion" if self._chat else "text_completion",
@@ -109,7 +111,9 @@ class ResponseBuilder:
         """The chunk before the first delta of a choice; completions have none."""
         if not self._chat:
             return None
-        return self._with_choice(index, {"delta": {"role": "assistant", "content": ""}}, None, None)
+        # an answer of calls has no content, and whether it will be one is not known yet
+        content = {} if self._may_call else {"content": ""}
+        return self._with_choice(index, {"delta": {"role": "assistant", **content}}, None, None)
 
     def chunk(self, index: int, delta: Delta) -> Json:
         content: Json

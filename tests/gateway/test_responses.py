@@ -54,6 +54,11 @@ def test_chat_chunks() -> None:
     }
 
 
+def test_a_stream_that_may_call_does_not_begin_with_content() -> None:
+    opening = builder("chat", may_call=True).opening(0)
+    assert opening is not None and opening["choices"][0]["delta"] == {"role": "assistant"}
+
+
 def test_without_include_usage_no_chunk_names_usage() -> None:
     for api in ("chat", "completions"):
         assert "usage" not in builder(api).chunk(0, DELTAS[0])
