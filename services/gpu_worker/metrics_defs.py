@@ -26,7 +26,7 @@ class WorkerMetrics:
             for name, text in (
                 ("steps", "Steps of the engine"),
                 ("step_gaps", "Of the steps that overlap, those that began when the one before had ended"),
-                ("generation_tokens", "Tokens drawn"),
+                ("generation_tokens", "Tokens drawn that count for an answer"),
                 ("prefill_tokens", "Tokens computed without being drawn from, and last prompt tokens"),
                 ("cached_prompt_tokens", "Prompt tokens that need no computing"),
             )
