@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-import triton
 
 from services.gpu_worker.device import choose_device
 from shared.settings import SettingsError
@@ -26,6 +25,7 @@ def card(
     monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int] = (9, 0), error: str = "", triton_error: str = ""
 ) -> None:
     """A torch with CUDA, and a card unless there is an error."""
+    import triton  # not before others have had it interpret
 
     def init() -> None:
         if error:
