@@ -74,7 +74,7 @@ class Bench:
 
     def ops(self) -> Iterator[Row]:
         for case in cases(self.sizes, self.device, self.dtype):
-            got, want = case.run().double(), case.want().to(self.device)
+            got, want = case.run().double(), case.want().to(self.device).double()
             error = float((got - want).abs().max() / want.abs().max().clamp(min=1e-30))
             taken = self.seconds(case.run)
             floor = max(case.num_bytes / self.bytes_s, case.num_flops / self.flops_s)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -103,9 +104,12 @@ def _product_cases(sizes: Sizes, rows: int, randn: Randn, error: float) -> Itera
     ):  # fmt: skip
         moved = prepared.num_bytes + _bytes(x) + rows * w.shape[0] * x.element_size()
         yield Case(
-            f"matmul {name} {rows}", lambda prepared=prepared: matmul(x, prepared),  # type: ignore[misc]
-            lambda plain=plain: x.double() @ plain.double().t(), error, moved, flops,  # type: ignore[misc]
+            f"matmul {name} {rows}", partial(matmul, x, prepared), partial(_product, x, plain), error, moved, flops,
         )  # fmt: skip
+
+
+def _product(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    return x.double() @ w.double().t()
 
 
 def _attention_case(name: str, sizes: Sizes, batch: int, rows: int, randn: Randn, error: float) -> Case:
@@ -154,10 +158,8 @@ def _draw_cases(sizes: Sizes, rows: int, randn: Randn) -> Iterator[Case]:
     for name, choice in choices.items():
         made = draw_rows([choice] * rows)
         there = made.with_tensors([t.to(logits.device) for t in made.tensors()])
-        yield Case(
-            f"draw {name} {rows}", lambda there=there: draw_tokens(logits, there).double(),  # type: ignore[misc]
-            lambda made=made: draw_tokens_reference(logits.cpu(), made).double(), 0.0, _bytes(logits),  # type: ignore[misc]
-        )  # fmt: skip
+        want = partial(draw_tokens_reference, logits.cpu(), made)
+        yield Case(f"draw {name} {rows}", partial(draw_tokens, logits, there), want, 0.0, _bytes(logits))
 
     yield Case(
         f"log_sums {rows}", lambda: log_sums(logits, 5).best.double(),

@@ -90,11 +90,11 @@ async def test_patterns_that_other_engines_die_of_are_bounded(pool: GrammarPool)
 class Counting:
     """The pool's processes, which a test holds back."""
 
-    def __init__(self, pool: GrammarPool) -> None:
+    def __init__(self, pool: GrammarPool, monkeypatch: pytest.MonkeyPatch) -> None:
         self.num_asked = 0
         self.gate = asyncio.Event()
         self._ask = pool._pool.ask
-        pool._pool.ask = self.ask  # type: ignore[method-assign]
+        monkeypatch.setattr(pool._pool, "ask", self.ask)
 
     async def ask(self, call: bytes) -> bytes:
         self.num_asked += 1
@@ -102,8 +102,8 @@ class Counting:
         return await self._ask(call)
 
 
-async def test_what_is_refused_is_remembered_for_who_asked(pool: GrammarPool) -> None:
-    asked = Counting(pool)
+async def test_what_is_refused_is_remembered_for_who_asked(pool: GrammarPool, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = Counting(pool, monkeypatch)
     asked.gate.set()
     wanted = outputs(regex="(")
     first, again = await refused(pool, wanted), await refused(pool, wanted)
@@ -113,8 +113,10 @@ async def test_what_is_refused_is_remembered_for_who_asked(pool: GrammarPool) ->
     assert asked.num_asked == 2, "nobody learns what others have asked for"
 
 
-async def test_an_owner_has_one_process_at_a_time_also_one_who_leaves(pool: GrammarPool) -> None:
-    asked = Counting(pool)
+async def test_an_owner_has_one_process_at_a_time_also_one_who_leaves(
+    pool: GrammarPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = Counting(pool, monkeypatch)
     own = [asyncio.ensure_future(pool.compiled(outputs(regex=f"a{n}"), "one")) for n in range(4)]
     other = asyncio.ensure_future(pool.compiled(outputs(regex="b"), "two"))
     await wait_until(lambda: asked.num_asked == 2)
@@ -126,7 +128,7 @@ async def test_an_owner_has_one_process_at_a_time_also_one_who_leaves(pool: Gram
     assert asked.num_asked == 5
 
 
-async def test_what_is_too_long_reaches_no_process(pool: GrammarPool) -> None:
-    asked = Counting(pool)
+async def test_what_is_too_long_reaches_no_process(pool: GrammarPool, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = Counting(pool, monkeypatch)
     error = await refused(pool, Wanted("x" * (MAX_GRAMMAR_CHARS + 1), False, "structured_outputs.grammar"))
     assert error.code == "unsupported_grammar" and asked.num_asked == 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -143,7 +144,7 @@ def test_a_machine_on_which_rows_have_become_dear_or_cheap_is_noticed() -> None:
     assert drafted[0] > 8 and drafted[1] < 1 and drafted[2] > 8
 
 
-def test_in_a_batch_drafts_go_to_those_that_copy() -> None:
+def test_in_a_batch_drafts_go_to_those_that_copy(monkeypatch: pytest.MonkeyPatch) -> None:
     simulation, rng = Simulation(Speculator(SUFFIX), rows_are_nearly_free), random.Random(5)
     text = words(rng, 400)
     sequences = [make_sequence(text, 0), *(make_sequence(words(rng, 400, 60), n) for n in range(1, 4))]
@@ -151,12 +152,12 @@ def test_in_a_batch_drafts_go_to_those_that_copy() -> None:
     drafted: dict[str, int] = {}
     observe = simulation.speculator.observe
 
-    def count(chunks: list[Chunk], *args: object) -> None:
+    def count(chunks: list[Chunk], *args: Any) -> None:
         for chunk in chunks:
             drafted[chunk.seq.sid] = drafted.get(chunk.seq.sid, 0) + len(chunk.draft_ids)
-        observe(chunks, *args)  # type: ignore[arg-type]
+        observe(chunks, *args)
 
-    simulation.speculator.observe = count  # type: ignore[assignment, method-assign]
+    monkeypatch.setattr(simulation.speculator, "observe", count)
     simulation.run(sequences, answers)
     assert drafted["r0.0"] > 200 and drafted["r0.0"] > 2 * (sum(drafted.values()) - drafted["r0.0"])
 
@@ -182,22 +183,22 @@ def known_cost(seconds: Callable[[int], float] = few_rows_are_cheap) -> RowCost:
 
 @pytest.mark.parametrize(("seconds", "least"), [(few_rows_are_cheap, 0), (rows_are_nearly_free, 200)])
 def test_who_has_no_drafts_waits_a_tenth_longer_at_most_for_one_who_copies(
-    seconds: Callable[[int], float], least: int
+    seconds: Callable[[int], float], least: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     simulation, rng = Simulation(Speculator(SUFFIX, known_cost(seconds)), seconds), random.Random(15)
     text = words(rng, 400)
     sequences = [make_sequence(text, 0), *(make_sequence(words(rng, 50), n) for n in range(1, 4))]
     observe, drafted = simulation.speculator.observe, []
 
-    def check(chunks: list[Chunk], *args: object) -> None:
+    def check(chunks: list[Chunk], *args: Any) -> None:
         drafted.append(len(chunks[0].draft_ids))
         num_guided = sum(bool(c.draft_ids) for c in chunks)
         if num_guided < len(chunks):
             most_s = (1 + 0.101 * num_guided) * seconds(len(chunks))
             assert seconds(sum(c.num_rows for c in chunks)) <= most_s
-        observe(chunks, *args)  # type: ignore[arg-type]
+        observe(chunks, *args)
 
-    simulation.speculator.observe = check  # type: ignore[assignment, method-assign]
+    monkeypatch.setattr(simulation.speculator, "observe", check)
     simulation.run(sequences, [text, *(words(rng, 400) for _ in range(3))])
     assert sum(drafted) >= least and (least or not sum(drafted))
 
