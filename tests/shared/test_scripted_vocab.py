@@ -14,6 +14,11 @@ def test_seed_and_choice_give_other_answers() -> None:
     assert len(answers) == 6
 
 
+def test_two_seeds_practically_never_give_the_same_answer() -> None:
+    answers = {tuple(vocab.answer(list(b"Three."), 16, seed)) for seed in range(2000)}
+    assert len(answers) == 2000
+
+
 def test_the_next_token_depends_on_the_last_ones_and_their_number() -> None:
     ids = list(range(20))
     changed = [99, *ids[1:]]
