@@ -63,7 +63,9 @@ def test_another_salt_shares_nothing(calls: Numbered) -> None:
 
 
 @pytest.mark.parametrize("num_tokens", [4, 8, 12])
-def test_the_last_token_is_computed_in_a_private_block_also_on_a_full_hit(calls: Numbered, num_tokens: int) -> None:
+def test_prefix_cache_correctness_the_last_token_is_computed_in_a_private_block_also_on_a_full_hit(
+    calls: Numbered, num_tokens: int
+) -> None:
     ids = list(range(num_tokens))
     table = calls.compute("a", ids)
     assert calls.match(ids) == num_tokens - 4

@@ -15,7 +15,7 @@ from tests.helpers import wait_until
 NEVER_ENDING = 2000  # tokens, 40 s
 
 
-async def test_only_its_own_clients_notice_and_their_requests_end(
+async def test_request_lifecycle_only_its_own_clients_notice_and_their_requests_end(
     new_stack: NewStack, connect: Connect, undisturbed: list[Answer]
 ) -> None:
     async with new_stack(gateways=2, workers=2, env=SLOW) as stack:

@@ -97,7 +97,7 @@ class Records:
         return seq.outcome.reason, seq.outcome.message
 
 
-async def test_parameters_out_of_range(
+async def test_parameter_extremes_out_of_range(
     scripts: Forger, shared_stack: Stack, client: Client, undisturbed: list[Answer]
 ) -> None:
     records = Records(scripts, shared_stack)
@@ -130,7 +130,7 @@ async def test_parameters_out_of_range(
     ],
     ids=lambda value: str(len(value)) if isinstance(value, bytes) else str(value),
 )
-async def test_prompts_that_are_not_what_their_record_says(
+async def test_degenerate_prompts_that_are_not_what_their_record_says(
     scripts: Forger, shared_stack: Stack, client: Client, undisturbed: list[Answer], prompt: bytes, said: int
 ) -> None:
     records = Records(scripts, shared_stack)

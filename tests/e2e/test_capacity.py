@@ -29,7 +29,9 @@ async def tiny(stacks_redis: str, tmp_path_factory: pytest.TempPathFactory) -> A
         yield stack
 
 
-async def test_a_prompt_that_can_never_fit_is_told_the_capacity(tiny: Stack, connect: Connect) -> None:
+async def test_admission_and_limits_a_prompt_that_can_never_fit_is_told_the_capacity(
+    tiny: Stack, connect: Connect
+) -> None:
     client = connect(tiny.url)
     known, started = tiny.state.keys("r:*"), time.perf_counter()
     for num_chars in (POOL_TOKENS - 1, POOL_TOKENS, 3000):
@@ -46,7 +48,7 @@ async def test_a_prompt_that_can_never_fit_is_told_the_capacity(tiny: Stack, con
     assert longest.text == words("x" * (POOL_TOKENS - 2), 1) and longest.choices[0].finish_reason == "length"
 
 
-async def test_an_answer_ends_where_the_pool_does(tiny: Stack, connect: Connect) -> None:
+async def test_admission_and_limits_an_answer_ends_where_the_pool_does(tiny: Stack, connect: Connect) -> None:
     answer = await connect(tiny.url).ask(plain("x" * 60, 500, **USAGE))
     answer.check()
     num_tokens = POOL_TOKENS - 61
@@ -64,7 +66,7 @@ async def check_turns(stack: Stack, client: Client) -> None:
     assert all(s.strikes == 0 for s in stack.state.sequences())
 
 
-async def test_answers_that_do_not_fit_together_take_turns(tiny: Stack, connect: Connect) -> None:
+async def test_admission_and_limits_answers_that_do_not_fit_together_take_turns(tiny: Stack, connect: Connect) -> None:
     await check_turns(tiny, connect(tiny.url))
     assert any(s.epoch > 1 for s in tiny.state.sequences()), "nobody was preempted"
 
@@ -135,3 +137,15 @@ async def test_with_no_worker_a_request_is_refused_and_with_one_it_is_served(
             return (await client.ask(plain("somebody there"))).status == 200
 
         await wait_until(served)
+
+
+async def test_admission_and_limits_what_never_fits_holds_nobody_up(tiny: Stack, connect: Connect) -> None:
+    """200 tokens are more than the pool has, 120 and 64 more than it has room for: one is refused, one is cut."""
+    client = connect(tiny.url)
+    never, cut, fits = await client.ask_all([plain("n" * 199, 8), plain("c" * 119, 64, **USAGE), plain("f" * 9, 8)])
+    assert never.status == 400 and never.error and f"{POOL_TOKENS} tokens" in never.error["message"]
+    for answer in (cut, fits):
+        answer.check()
+        assert answer.choices[0].finish_reason == "length"
+    assert cut.usage and cut.usage["completion_tokens"] == POOL_TOKENS - 120
+    assert fits.text == words("f" * 9, 8)

@@ -15,7 +15,7 @@ from tests.helpers import wait_until
 
 
 @pytest.mark.parametrize("character", ["é", "漢", "🦊"])
-async def test_an_answer_that_ends_inside_a_character(client: Client, character: str) -> None:
+async def test_utf8_stream_an_answer_that_ends_inside_a_character(client: Client, character: str) -> None:
     num_bytes = len(character.encode())
     for k in range(1, num_bytes + 1):
         for stream in (True, False):

@@ -62,7 +62,9 @@ async def check_nothing_is_left(stack: Stack, left_at: float, num_sequences: int
 
 @pytest.mark.parametrize("stream", [True, False], ids=["stream", "whole"])
 @pytest.mark.parametrize("phase", ["prefill", "decode"])
-async def test_it_leaves_while_its_request_runs(phase: str, stream: bool, stack: Stack, connect: Connect) -> None:
+async def test_request_lifecycle_it_leaves_while_its_request_runs(
+    phase: str, stream: bool, stack: Stack, connect: Connect
+) -> None:
     client = connect(stack.url)
     known = {s.sid for s in stack.state.sequences()}
     prompt = f"{phase} {stream} " + "x" * (LONG if phase == "prefill" else 40)
@@ -86,7 +88,9 @@ async def test_it_leaves_while_its_request_runs(phase: str, stream: bool, stack:
 
 
 @pytest.mark.parametrize("stream", [True, False], ids=["stream", "whole"])
-async def test_it_leaves_while_its_request_waits(stream: bool, stack: Stack, connect: Connect) -> None:
+async def test_request_lifecycle_it_leaves_while_its_request_waits(
+    stream: bool, stack: Stack, connect: Connect
+) -> None:
     """Others have all the slots. They go on; the slots that the one that left waited for are not taken for it."""
     client = connect(stack.url)
     name = f"holds a slot {stream}"

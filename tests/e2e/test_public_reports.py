@@ -1,6 +1,7 @@
-"""What users of other servers have reported, tried on a whole stack; each is followed by an ordinary request.
+"""Faults of kinds that other servers have had, tried on a whole stack; each is followed by an ordinary request.
 
-What of them concerns one part alone is tested there (`case_N` in the names); here is what a client sees.
+Here is what a client sees; what concerns one part alone is tested there. Names begin with the kind, and docs/faults.md
+lists the tests of each.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from tests.e2e.stack import Stack
 
 BOS, EOS = "<bos>", "<eos>"
 Json = dict[str, Any]
+FUNCTION: Json = {"type": "function", "function": {"name": "f"}}
 
 
 @contextlib.asynccontextmanager
@@ -51,7 +53,9 @@ async def refused(client: Client, path: str, body: Json | bytes, param: str | No
 
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("api", ["chat", "completions"])
-async def test_1_special_tokens_are_not_text(client: Client, api: str, stream: bool, ordinary: None) -> None:
+async def test_detokenisation_special_tokens_are_not_text(
+    client: Client, api: str, stream: bool, ordinary: None
+) -> None:
     script = f"say <script>{BOS}Hi{BOS} there"
     ask = chat if api == "chat" else plain
     options = {"stream": stream, "logprobs": True if api == "chat" else 0, **(USAGE if stream else {})}
@@ -73,12 +77,14 @@ async def test_1_special_tokens_are_not_text(client: Client, api: str, stream: b
     [{"min_tokens": 100_000_000, "max_tokens": None}, {"min_tokens": -5}, {"min_tokens": 8, "max_tokens": 4},
      {"min_tokens": 10_000, "max_tokens": None}],
 )  # fmt: skip
-async def test_2_a_minimum_above_the_maximum(client: Client, path: str, fields: Json, ordinary: None) -> None:
+async def test_parameter_extremes_a_minimum_above_the_maximum(
+    client: Client, path: str, fields: Json, ordinary: None
+) -> None:
     base: Json = {"prompt": "x"} if path == "/v1/completions" else {"messages": [{"role": "user", "content": "x"}]}
     await refused(client, path, base | fields, "min_tokens")
 
 
-async def test_3_an_assistant_turn_that_only_calls(client: Client, ordinary: None) -> None:
+async def test_chat_messages_an_assistant_turn_that_only_calls(client: Client, ordinary: None) -> None:
     call = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
     turns: list[Json] = [{"content": None}, {}, {"content": ""}, {"content": []}]
     seen = set()
@@ -108,19 +114,24 @@ async def test_3_an_assistant_turn_that_only_calls(client: Client, ordinary: Non
         (b'"messages":[{"role":"user","content":"x"}],"user":"\\udc00"', "user"),
         (b'"messages":[{"role":"user","content":"x"}],"cache_salt":"\\udc00\\ud83d"', "cache_salt"),
         (b'"messages":[{"role":"user","content":"x","name":"\\ud83d"}]', "messages[0].name"),
+        (
+            b'"messages":[{"role":"user","content":"x"}],"tools":[{"type":"function","function":{"name":"\\ud83d"}}]',
+            "tools[0].function.name",
+        ),
     ],
 )
 @pytest.mark.parametrize("stream", [b"true", b"false"])
-async def test_6_an_unpaired_surrogate(
-    client: Client, fields: bytes, param: str, stream: bytes, ordinary: None
+async def test_wire_encoding_an_unpaired_surrogate(
+    client: Client, shared_stack: Stack, fields: bytes, param: str, stream: bytes, ordinary: None
 ) -> None:
     await refused(client, "/v1/chat/completions", b"{" + fields + b',"stream":' + stream + b"}", param)
     paired = b'{"prompt":"x \\ud83e\\udd8a y","max_tokens":2,"stream":' + stream + b"}"
     async with client.session.post(client.url + "/v1/completions", data=paired) as response:
         assert response.status == 200
+    assert shared_stack.process("gateway").log.read_bytes().decode("utf-8", "strict")
 
 
-async def test_7_no_tokens_at_all(client: Client, ordinary: None) -> None:
+async def test_token_budget_no_tokens_at_all(client: Client, ordinary: None) -> None:
     for extra in ({"echo": True}, {}):
         answer = await client.ask({"prompt": "score this text", "max_tokens": 0} | extra)
         answer.check()
@@ -134,15 +145,26 @@ async def test_7_no_tokens_at_all(client: Client, ordinary: None) -> None:
     (await client.ask({"prompt": [65] * 2047, "max_tokens": 1})).check()
 
 
+ENDINGS: dict[str, tuple[str, Json, str]] = {  # what is asked, and how the answer ends
+    "eos": ("<script>some words", {}, "stop"),
+    "stop": ("<script>some words", {"stop": ["rd"]}, "stop"),
+    "length": ("goes on", {}, "length"),
+    "tool": ('<script>{"name": "f", "arguments": {"a": 1}}', {"tools": [FUNCTION]}, "tool_calls"),
+}
+
+
 @pytest.mark.parametrize("num_choices", [1, 3])
 @pytest.mark.parametrize("api", ["chat", "completions"])
-@pytest.mark.parametrize("ending", ["eos", "stop", "length"])
+@pytest.mark.parametrize("ending", ["eos", "stop", "length", "tool"])
 @pytest.mark.parametrize("with_usage", [True, False])
-async def test_8_a_stream_ends_once(client: Client, num_choices: int, api: str, ending: str, with_usage: bool) -> None:
-    text = {"eos": "<script>some words", "stop": "<script>some words", "length": "goes on"}[ending]
-    fields: Json = {"stop": ["rd"]} if ending == "stop" else {}
+async def test_stream_protocol_a_stream_ends_once(
+    client: Client, num_choices: int, api: str, ending: str, with_usage: bool
+) -> None:
+    if ending == "tool" and api == "completions":
+        pytest.skip("only chats have tools")
+    text, fields, reason = ENDINGS[ending]
     body = (chat if api == "chat" else plain)(
-        f"ends {text}", 20, n=num_choices, **fields, **(USAGE if with_usage else {})
+        f"ends {text}", 20 if ending == "length" else 60, n=num_choices, **fields, **(USAGE if with_usage else {})
     )
     async with client.session.post(
         client.url + ("/v1/chat/completions" if api == "chat" else "/v1/completions"), json=body
@@ -159,7 +181,7 @@ async def test_8_a_stream_ends_once(client: Client, num_choices: int, api: str, 
     ends = [c["index"] for chunk in chunks for c in chunk["choices"] if c["finish_reason"]]
     assert sorted(ends) == list(range(num_choices))
     reasons = {c["finish_reason"] for chunk in chunks for c in chunk["choices"] if c["finish_reason"]}
-    assert reasons == {"length" if ending == "length" else "stop"}
+    assert reasons == {reason}
 
 
 @pytest.mark.parametrize(
@@ -167,11 +189,11 @@ async def test_8_a_stream_ends_once(client: Client, num_choices: int, api: str, 
     [([-1], "prompt[0]"), ([vocab.VOCAB_SIZE], "prompt[0]"), ([1, 2, 1e10], "prompt[2]"), ([True], "prompt[0]"),
      ([1.5], "prompt[0]"), ([[1, 2], [3, -1]], "prompt[1][1]"), ([1, None], "prompt[1]"), ([1 << 63], "prompt[0]")],
 )  # fmt: skip
-async def test_11_ids_that_are_none(client: Client, prompt: Any, param: str, ordinary: None) -> None:
+async def test_degenerate_prompts_ids_that_are_none(client: Client, prompt: Any, param: str, ordinary: None) -> None:
     await refused(client, "/v1/completions", {"prompt": prompt}, param)
 
 
-async def test_12_one_bos(client: Client, ordinary: None) -> None:
+async def test_templating_and_tokenising_one_bos(client: Client, ordinary: None) -> None:
     _, in_chat = await client.post("/tokenize", json={"messages": [{"role": "user", "content": "hello"}]})
     _, plain_text = await client.post("/tokenize", json={"prompt": "hello"})
     _, with_bos = await client.post("/tokenize", json={"prompt": BOS + "hello"})
@@ -183,23 +205,48 @@ async def test_12_one_bos(client: Client, ordinary: None) -> None:
     assert answer.usage["prompt_tokens_details"]["cached_tokens"] >= 48
 
 
+def strictly(body: str) -> Any:
+    def refuse(name: str) -> None:
+        raise AssertionError(f"{name} is no JSON")
+
+    return json.loads(body, parse_constant=refuse)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_non_finite_numbers_are_never_sent(client: Client, stream: bool, ordinary: None) -> None:
+    """Filters and biases that leave next to nothing to choose from."""
+    banned = {str(i): -100 for i in range(vocab.VOCAB_SIZE) if i not in (65, 66)}
+    narrow: Json = {"temperature": 1, "seed": 1, "top_k": 1, "stream": stream}
+    for path, body in (
+        ("/v1/completions", plain("four plain words here", 2, logprobs=5, **narrow)),
+        ("/v1/chat/completions", chat("x", 2, logprobs=True, top_logprobs=5, logit_bias=banned, **narrow)),
+    ):
+        async with client.session.post(client.url + path, json=body) as response:
+            text = await response.text()
+        assert response.status == 200, text
+        events = [line[6:] for line in text.splitlines() if line.startswith("data: {")] if stream else [text]
+        assert events and all(strictly(event)["choices"] for event in events)
+
+
 @pytest.mark.parametrize(
     ("key", "value"),
     [("999999999", 5), ("-1", 5), ("abc", 5), ("1.5", 5), ("1", "x"), ("1", 1000), (str(vocab.VOCAB_SIZE), 5)],
 )
-async def test_17_a_bias_on_what_is_no_token(client: Client, key: str, value: Any, ordinary: None) -> None:
+async def test_token_id_validation_a_bias_on_what_is_no_token(
+    client: Client, key: str, value: Any, ordinary: None
+) -> None:
     for body, path in ((chat("x", 2), "/v1/chat/completions"), (plain("x", 2), "/v1/completions")):
         await refused(client, path, body | {"logit_bias": {key: value}}, f"logit_bias.{key}")
 
 
-async def test_17_too_many_biases(client: Client, ordinary: None) -> None:
+async def test_token_id_validation_too_many_biases(client: Client, ordinary: None) -> None:
     await refused(
         client, "/v1/completions", plain("x", 2, logit_bias={str(i): 0 for i in range(100_000)}), "logit_bias"
     )
 
 
 @pytest.mark.parametrize("stream", [True, False])
-async def test_20_a_stop_string_over_several_tokens(client: Client, stream: bool, ordinary: None) -> None:
+async def test_stop_strings_over_several_tokens(client: Client, stream: bool, ordinary: None) -> None:
     extra = USAGE if stream else {}
     script = plain("x<script>a b c d e f g", 64, stop=["zz", "b c d"], stream=stream, **extra)
     answer = await client.ask(script)

@@ -105,6 +105,30 @@ async def test_after_a_cache_hit(stack: Stack, alone: list[Answer], connect: Con
         assert answer.usage and answer.usage["prompt_tokens_details"]["cached_tokens"] >= 16
 
 
+@pytest.mark.parametrize("num_ids", [16, 31, 32, 33])
+async def test_prefix_cache_correctness_around_whole_blocks(num_ids: int, stack: Stack, connect: Connect) -> None:
+    client = connect(stack.url, TIMEOUT_S)
+    _, tokens = await client.post("/tokenize", json={"prompt": STORY})
+    body: Json = {"prompt": tokens["tokens"][num_ids : 2 * num_ids], "max_tokens": 8, "temperature": 0, "logprobs": 2}
+    answers = [await client.ask(body | {"cache_salt": salt}) for salt in ("cold", "warm", "warm", "warm")]
+    check_same(answers[1:], [answers[0]] * 3)
+    cached = [answer.usage["prompt_tokens_details"]["cached_tokens"] for answer in answers if answer.usage]
+    assert cached == [0, 0, (num_ids - 1) // 8 * 8, (num_ids - 1) // 8 * 8]
+
+
+async def test_batch_independence_of_a_seeded_answer(stack: Stack, connect: Connect) -> None:
+    """Beside one, and beside ten, who give no seed."""
+    client = connect(stack.url, TIMEOUT_S)
+    body: Json = {"prompt": "P", "seed": 42, "temperature": 0.8, "max_tokens": 16, "ignore_eos": True, "logprobs": 1}
+    others: list[Json] = [{"prompt": f"Q{i}", "temperature": 0.8, "max_tokens": 16, "stream": True} for i in range(10)]
+    alone, both = await client.ask(body), await client.ask(body | {"n": 2})
+    for num_others in (1, 1, 1, 1, 10):
+        answers = await client.ask_all([body, *others[:num_others]])
+        check_same(answers[:1], [alone])
+    check_same([await client.ask(body | {"n": 2})], [both])
+    assert both.choices[0].tokens == alone.choices[0].tokens != both.choices[1].tokens
+
+
 async def test_on_the_other_worker(stack: Stack, alone: list[Answer], connect: Connect) -> None:
     """Which is the one that has less to do: the first one answers somebody else, whose prompt it holds in its cache."""
     client = connect(stack.url, TIMEOUT_S)

@@ -34,7 +34,7 @@ async def never_reads(stack: Stack, number: int, sockets: contextlib.ExitStack) 
     await loop.sock_sendall(sock, head.encode() + body)
 
 
-async def test_fifty_clients_that_stop_reading(new_stack: NewStack, connect: Connect) -> None:
+async def test_request_lifecycle_fifty_clients_that_stop_reading(new_stack: NewStack, connect: Connect) -> None:
     env = {
         "scripted_step_ms": 40, "max_num_seqs": 64, "scripted_num_blocks": 8192, "max_model_len": 2048,
         "send_timeout_s": SEND_TIMEOUT_S,

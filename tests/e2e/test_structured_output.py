@@ -32,7 +32,7 @@ def by_schema(schema: Any) -> Json:
 
 @pytest.mark.parametrize("taste", [DIGITS, SPACES, "words"])
 @pytest.mark.parametrize("schema", SCHEMAS, ids=str)
-async def test_case_10_tools_and_json(client: Client, schema: Any, taste: str) -> None:
+async def test_tools_and_json_of_any_schema_and_taste(client: Client, schema: Any, taste: str) -> None:
     for ask in (chat, plain):
         answer = await client.ask(ask(f"say {taste}", 300, **by_schema(schema), **USAGE))
         answer.check()

@@ -12,7 +12,7 @@ PARSED_CALL = {"type": "function", "function": {"name": "f", "arguments": {"x": 
 
 
 @pytest.mark.parametrize("content", [{"content": None}, {}, {"content": ""}, {"content": []}])
-def test_case_3_an_assistant_turn_without_text_is_kept(content: dict[str, Any]) -> None:
+def test_chat_messages_an_assistant_turn_without_text_is_kept(content: dict[str, Any]) -> None:
     messages = [
         {"role": "user", "content": "q"},
         {"role": "assistant", **content, "tool_calls": [CALL]},

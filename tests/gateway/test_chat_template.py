@@ -93,7 +93,7 @@ def test_messages_cannot_inject_template_code() -> None:
     assert "{{ 7 * 7 }}" in render(CHATML, {"role": "user", "content": "{{ 7 * 7 }}"})
 
 
-def test_case_3_calls_are_shown_by_templates_that_do_not_know_them() -> None:
+def test_chat_messages_calls_are_shown_by_templates_that_do_not_know_them() -> None:
     turn = {"role": "assistant", "content": "", "tool_calls": [CALL]}
     call = '{"tool_calls": [{"name": "f", "arguments": {"x": "é"}}]}'
     assert render(CHATML, turn, add_generation_prompt=False) == f"<|im_start|>assistant\n{call}<|im_end|>\n"

@@ -199,7 +199,7 @@ def test_after_the_end_nothing_is_shown() -> None:
         (["x", "yz"], ("z", "yz"), False, "x", 2),
     ],
 )
-def test_case_20_stop_strings(
+def test_stop_strings_over_tokens(
     pieces: list[str], stop: tuple[str, ...], include: bool, text: str, num_tokens: int
 ) -> None:
     tokenizer = tiny_tokenizer(pieces)
@@ -221,14 +221,14 @@ def test_case_20_stop_strings(
         (Request(stop_ids=(4,), stop=("there<e>",)), "Hi ", 5),
     ],
 )
-def test_case_1_special_tokens(request_: Request, text: str, num_tokens: int) -> None:
+def test_detokenisation_of_special_tokens(request_: Request, text: str, num_tokens: int) -> None:
     tokenizer = tiny_tokenizer(["Hi", " there", "?"], ["<s>", "<e>"])
     parts = [TokenChunk(first=i, ids=(t,)) for i, t in enumerate([3, 0, 3, 1, 4, 2])]
     _, seen = see(request_.stream(tokenizer), parts)
     assert seen == Seen(text, "stop", num_tokens)
 
 
-def test_case_18_a_character_in_byte_tokens() -> None:
+def test_utf8_stream_of_a_character_in_byte_tokens() -> None:
     tokenizer = tiny_tokenizer([b"\xf0", b"\x9f", b"\xa6", b"\x8a", b" ok"])
     parts = [TokenChunk(first=i, ids=(i,)) for i in range(5)]
     deltas, seen = see(Request(stop_ids=(), max_tokens=5).stream(tokenizer), parts)

@@ -42,7 +42,7 @@ def test_joined_pieces_are_the_one_shot_decoding(pieces: list[bytes]) -> None:
 @pytest.mark.parametrize(
     ("pieces", "expected"),
     [
-        ([b"\xf0", b"\x9f", b"\xa6", b"\x8a", b" ok"], ["", "", "", "🦊", " ok"]),  # case 18
+        ([b"\xf0", b"\x9f", b"\xa6", b"\x8a", b" ok"], ["", "", "", "🦊", " ok"]),  # each byte a token
         ([b"\xe6\xbc", b"\xa2"], ["", "漢"]),
         ([b"\xf0\x9f", b"a"], ["", "\ufffda"]),
         ([b"\xff", b"a"], ["\ufffd", "a"]),
@@ -69,7 +69,7 @@ def splits(data: bytes) -> Iterator[list[bytes]]:
 
 
 @pytest.mark.parametrize("text", ["a🦊b", "é漢", "🦊🙂", "\U0010ffff"])
-def test_every_way_to_cut_characters_into_tokens_and_to_end_inside_one(text: str) -> None:
+def test_utf8_stream_every_way_to_cut_characters_into_tokens_and_to_end_inside_one(text: str) -> None:
     for pieces in splits(text.encode()):
         tokenizer = tiny_tokenizer(pieces)
         for end in range(len(pieces) + 1):

@@ -26,7 +26,9 @@ async def is_cancelled(served: Served, sid: str) -> bool:
 @pytest.mark.parametrize("streamed", [False, True])
 @pytest.mark.parametrize("phase", ["queued", "prefill", "decode"])
 @pytest.mark.parametrize("how", ["close", "half close"])
-async def test_a_client_that_leaves_frees_everything(served: Served, phase: str, streamed: bool, how: str) -> None:
+async def test_request_lifecycle_a_client_that_leaves_frees_everything(
+    served: Served, phase: str, streamed: bool, how: str
+) -> None:
     client = await RawClient.connect(served)
     client.post("/v1/completions", {"prompt": "x", "max_tokens": 100, "n": 2, "stream": streamed})
     sids = await wait_until(served.worker.queued)
@@ -76,7 +78,7 @@ async def some_cancelled(served: Served, sids: list[str]) -> dict[str, bool]:
     return states if any(states.values()) else {}
 
 
-async def test_a_client_that_stops_reading_is_cut_and_slows_nobody(
+async def test_request_lifecycle_a_client_that_stops_reading_is_cut_and_slows_nobody(
     serve_with: Callable[..., Awaitable[Served]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     served = await serve_with(send_timeout_s=0.2)

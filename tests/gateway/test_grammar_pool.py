@@ -73,7 +73,7 @@ async def test_what_cannot_be_taken_back_is_refused(pool: GrammarPool) -> None:
         assert "max_tokens or stop" in (await refused(pool, outputs(grammar=f'start: "y" a "x"\n{rule}'))).message
 
 
-async def test_case_10_what_would_take_minutes_ends_within_seconds(pool: GrammarPool) -> None:
+async def test_tools_and_json_what_would_take_minutes_ends_within_seconds(pool: GrammarPool) -> None:
     texts = [{"type": "string", "pattern": f".*{i}.*"} for i in range(200)]
     wanted = outputs(json={"allOf": [{"properties": {f"p{i}": t, "q": t}} for i, t in enumerate(texts)]})
     began = time.process_time()

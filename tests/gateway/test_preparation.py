@@ -60,7 +60,7 @@ def ids(text: str) -> list[int]:
     ("prompt", "expected"),
     [
         ("hello", [ids("hello")]),
-        ("<s>hello", [ids("hello")]),  # case 12: one BOS also where the text has it already
+        ("<s>hello", [ids("hello")]),  # one BOS also where the text has it already
         ("a<e>b", [[BOS, 97, EOS, 98]]),  # special tokens are parsed
         (["a", "b"], [ids("a"), ids("b")]),
         ([1, 2.0], [[1, 2]]),  # ids are taken as they are
@@ -93,11 +93,11 @@ def test_forms_of_a_prompt(prompt: Any, expected: list[list[int]]) -> None:
         (["a"] * 9, "prompt"),
     ],
 )
-def test_case_11_bad_prompts_name_the_position(prompt: Any, param: str) -> None:
+def test_degenerate_prompts_name_the_position(prompt: Any, param: str) -> None:
     assert refused(completion, prompt=prompt).param == param
 
 
-def test_case_12_a_chat_prompt_has_the_template_s_bos_only() -> None:
+def test_templating_and_tokenising_a_chat_prompt_has_the_template_s_bos_only() -> None:
     prepared = chat()
     assert prepared.ids == ids("hello>")
     assert prepared.text.api == "chat"
@@ -121,7 +121,7 @@ def test_how_many_tokens_may_come() -> None:
     assert completion(max_tokens=0, echo=True)[0].sampling.max_tokens == 0
 
 
-def test_case_5_what_can_never_fit_is_refused_with_the_real_number() -> None:
+def test_admission_and_limits_what_can_never_fit_is_refused_with_the_real_number() -> None:
     small = Limits(max_model_len=512, pool_tokens=128)
     error = refused(completion, limits=small, prompt=[1] * 200, max_tokens=8)
     assert error.code == "context_length_exceeded" and error.param == "prompt"
@@ -151,7 +151,7 @@ def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenized(monkeypatch: p
         {"min_tokens": 95, "max_tokens": 500},
     ],
 )
-def test_case_2_min_tokens_is_compared_with_the_resolved_maximum(fields: dict[str, Any]) -> None:
+def test_parameter_extremes_min_tokens_is_compared_with_the_resolved_maximum(fields: dict[str, Any]) -> None:
     assert refused(completion, **fields).param == "min_tokens"
     assert refused(chat, **fields | {"min_tokens": 100_000}).param == "min_tokens"
 
@@ -206,7 +206,7 @@ def test_stop_ids_and_eos() -> None:
     assert refused(completion, stop_token_ids=[1, VOCAB]).param == "stop_token_ids[1]"
 
 
-def test_case_17_logit_bias_keys() -> None:
+def test_token_id_validation_of_logit_bias_keys() -> None:
     assert completion(logit_bias={"5": -100, "129": 1.5})[0].sampling.logit_bias == {5: -100.0, 129: 1.5}
     for key in ("999999999", "-1", "abc", "1.5", str(VOCAB), "", " 5", "+5", "05", "٥", "1e1", "9" * 5000):
         error = refused(completion, logit_bias={key: 5})

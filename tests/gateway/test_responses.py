@@ -114,7 +114,7 @@ def test_log_probabilities_are_those_of_the_stream(api: str, deltas: list[Delta]
     assert list(whole) == names
 
 
-def test_case_14_log_probabilities_are_finite() -> None:
+def test_non_finite_numbers_log_probabilities_are_clamped() -> None:
     chat = strictly(builder("chat").chunk(0, Delta("", 2, ENTRIES)))["choices"][0]["logprobs"]["content"]
     assert chat[0] == {
         "token": "Hi",

@@ -48,7 +48,7 @@ def test_agrees_with_a_search_of_the_whole_text(pieces: list[str], stops: tuple[
         (("c", "bcde"), ["abc"], Match(2, "c")),
     ],
 )
-def test_case_20(stops: tuple[str, ...], pieces: list[str], expected: Match) -> None:
+def test_stop_strings_over_pieces(stops: tuple[str, ...], pieces: list[str], expected: Match) -> None:
     matcher = StopMatcher(stops)
     assert [matcher.push(p) for p in pieces][-1] == expected
 

@@ -70,7 +70,7 @@ def preferring(characters: str) -> Callable[[list[int]], int]:
 
 @pytest.mark.parametrize("schema", SCHEMAS, ids=str)
 @pytest.mark.parametrize("taste", ["0123456789", " \n\t", '"', "[{", "}]"])
-def test_case_10_an_answer_that_ends_is_valid_whatever_the_model_likes(schema: Any, taste: str) -> None:
+def test_tools_and_json_an_answer_that_ends_is_valid_whatever_the_model_likes(schema: Any, taste: str) -> None:
     tokens = answer(begin(by_schema(schema)), preferring(taste))
     text = bytes(t for t in tokens if t < 256).decode("utf-8", "replace")
     if tokens[-1] in STOPS:

@@ -140,7 +140,7 @@ def test_a_chunk_that_cannot_be_is_refused_before_anything_is_computed(tmp_path:
     assert engine.step([Chunk(good, 0, 2, False)]) == [()]
 
 
-def test_logits_that_are_not_finite_name_their_sequence(tmp_path: Path) -> None:
+def test_non_finite_numbers_of_logits_name_their_sequence(tmp_path: Path) -> None:
     model = build("llama")
     model.model.embed_tokens.weight.data[7] = torch.nan
     model.save_pretrained(tmp_path)

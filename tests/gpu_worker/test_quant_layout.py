@@ -38,7 +38,7 @@ def test_plain_types(name: str, dtype: type) -> None:
     )
 
 
-def test_every_way_to_store_a_tensor_gives_its_values() -> None:
+def test_weight_files_quantised_every_way_to_store_a_tensor_gives_its_values() -> None:
     """A BF16 tensor of 3 x 5 known values equals its F16 and F32 twins."""
     values = torch.tensor([[0.5, -1.0, 2.0, 3.0, -4.0], [0.25, 96.0, 0.0, 1.5, -0.125], [7.0, 6.0, 5.0, 4.0, 3.0]])
     for name, dtype in (("F32", torch.float32), ("F16", torch.float16), ("BF16", torch.bfloat16)):

@@ -151,7 +151,7 @@ def test_logprobs_are_of_the_raw_distribution(num_top: int) -> None:
     assert [p for _, p in token.top] == pytest.approx([float(want[i]) for i in order], abs=1e-5)
 
 
-def test_logprobs_of_equal_logits_and_floor() -> None:
+def test_non_finite_numbers_logprobs_have_a_floor() -> None:
     logits = torch.zeros(4)
     token = sample(logits[None], [draw(temperature=0.0, logprobs=2)])[0]
     assert [i for i, _ in token.top] == [0, 1]

@@ -86,7 +86,7 @@ def test_biases_and_norms(tmp_path: Path) -> None:
     ("type_name", "tolerance"),
     [("F16", 1e-3), ("BF16", 8e-3), ("Q8_0", 0.01), ("Q5_1", 0.06), ("Q5_0", 0.08), ("Q4_1", 0.12), ("Q4_0", 0.15)],
 )
-def test_gguf_types(tmp_path: Path, type_name: str, tolerance: float) -> None:
+def test_weight_files_quantised_gguf_types(tmp_path: Path, type_name: str, tolerance: float) -> None:
     model = build("llama", **SMALL)
     write_gguf(model, tmp_path / "model.gguf", type_name=type_name)
     weights, state = load(tmp_path / "model.gguf"), model.state_dict()
@@ -152,7 +152,7 @@ def hf_variant(folder: Path, tied: bool | None, head: str) -> torch.Tensor:
         (None, "absent", False),
     ],
 )
-def test_the_checkpoint_decides_about_the_head(
+def test_weight_files_config_the_checkpoint_decides_about_the_head(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, tied: bool | None, head: str, warns: bool
 ) -> None:
     embedding = hf_variant(tmp_path, tied, head)
@@ -165,7 +165,7 @@ def test_the_checkpoint_decides_about_the_head(
 
 
 @pytest.mark.parametrize("head", ["differs", "absent"])
-def test_a_gguf_file_with_and_without_a_head(tmp_path: Path, head: str) -> None:
+def test_weight_files_config_a_gguf_file_with_and_without_a_head(tmp_path: Path, head: str) -> None:
     model = build("llama", **SMALL)
     changes: dict[str, torch.Tensor | None] = {} if head == "differs" else {"lm_head.weight": None}
     write_gguf(model, tmp_path / "model.gguf", changes=changes)

@@ -70,3 +70,14 @@ def test_links_between_documents_work(path: str) -> None:
     text = re.sub(r"```.*?```", "", (ROOT / path).read_text(), flags=re.DOTALL)
     targets = [t.partition("#")[0] for t in re.findall(r"\]\(([^)\s]+)\)", text) if not re.match(r"[a-z]+:", t)]
     assert [target for target in targets if target and not ((ROOT / path).parent / target).exists()] == []
+
+
+def test_every_kind_of_fault_has_tests() -> None:
+    rows = [row for row in (ROOT / "docs" / "faults.md").read_text().splitlines() if row.startswith("|")][2:]
+    assert len(rows) == 20
+    for row in rows:
+        names = re.findall(r"`(tests/\S+?\.py)::(\w+)`", row)
+        assert names, row
+        for path, name in names:
+            functions = [n.name for n in ast.walk(ast.parse((ROOT / path).read_text())) if hasattr(n, "name")]
+            assert name in functions, f"{path}::{name}"

@@ -63,7 +63,7 @@ def test_metadata_of_every_type(parse: Any) -> None:
 
 
 @pytest.mark.parametrize("alignment", [32, 64])
-def test_tensor_table(parse: Any, alignment: int) -> None:
+def test_weight_files_quantised_tensor_table(parse: Any, alignment: int) -> None:
     keys = [key("general.alignment", 4, struct.pack("<I", alignment))]
     tensors = [tensor("a", [64, 3], 2, 0), tensor("b", [5], 0, 2 * alignment * 2)]
     data = b"\0" * (4 * alignment + 20)
@@ -108,7 +108,7 @@ DAMAGED = {
 
 
 @pytest.mark.parametrize("name", DAMAGED)
-def test_damage_is_named(parse: Any, name: str) -> None:
+def test_weight_files_quantised_damage_is_named(parse: Any, name: str) -> None:
     data, message = DAMAGED[name]
     with pytest.raises(GGUFError, match=message):
         parse(data)
