@@ -29,6 +29,7 @@ class AnswerParts:
         self._shows_reasoning = text.include_reasoning
         format = tool_formats.BY_NAME.get(text.tool_format)
         self._tools = ToolParser(format, text.tool_names, text.max_calls) if format is not None else None
+        self.has_content = False
 
     @property
     def has_calls(self) -> bool:
@@ -40,10 +41,11 @@ class AnswerParts:
         if self._reasoning is not None:
             thoughts, text = self._reasoning.push(text, last=last)
         shown = thoughts if self._shows_reasoning else ""
-        if self._tools is None:
-            return Parts(text, shown)
-        content, calls = self._tools.push(text, last=last)
-        return Parts(content, shown, calls)
+        calls: tuple[CallPart, ...] = ()
+        if self._tools is not None:
+            text, calls = self._tools.push(text, last=last)
+        self.has_content = self.has_content or bool(text)
+        return Parts(text, shown, calls)
 
 
 def marks(text: TextParams) -> tuple[str, ...]:

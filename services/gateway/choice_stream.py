@@ -42,7 +42,8 @@ class TokenLogprob:
 class Delta:
     """What is new for the client after `position` tokens. The one with a finish_reason is the choice's last.
 
-    text: completions' text, a chat's content; reasoning and calls: what else was found in a chat's answer."""
+    text: completions' text, a chat's content; reasoning and calls: what else was found in a chat's answer.
+    is_empty: the choice has ended with neither text nor calls."""
 
     text: str
     position: int
@@ -50,6 +51,7 @@ class Delta:
     finish_reason: str | None = None
     reasoning: str = ""
     calls: tuple[CallPart, ...] = ()
+    is_empty: bool = False
 
 
 class ChoiceStream:
@@ -155,7 +157,9 @@ class ChoiceStream:
         if not (parts.content or parts.reasoning or parts.calls or self._logprobs or self.finish_reason):
             return []
         shown = "tool_calls" if self.finish_reason == "stop" and self._parts.has_calls else self.finish_reason
-        return [Delta(parts.content, self.num_tokens, self._pop_logprobs(), shown, parts.reasoning, parts.calls)]
+        is_empty = self.finish_reason is not None and not (self._parts.has_content or self._parts.has_calls)
+        logprobs = self._pop_logprobs()
+        return [Delta(parts.content, self.num_tokens, logprobs, shown, parts.reasoning, parts.calls, is_empty)]
 
     def _client_has_it(self, ended_without_token: bool) -> bool:
         """An end after the token of the client's last event is news to it, unless that event was the end."""

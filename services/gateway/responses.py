@@ -121,11 +121,13 @@ class ResponseBuilder:
             content = {"delta": self._chat_delta(index, delta)}
         else:
             content = {"text": delta.text}
-        logprobs = self._logprobs(delta.logprobs) if delta.logprobs else None
+        is_said = bool(delta.logprobs) or (self._with_logprobs and delta.finish_reason is not None)
+        logprobs = self._logprobs(delta.logprobs) if is_said else None
         return self._with_choice(index, content, logprobs, delta.finish_reason)
 
     def _chat_delta(self, index: int, delta: Delta) -> Json:
-        parts: Json = {"content": delta.text} if delta.text else {}
+        # what may have been calls and is nothing is an empty text, as in a whole answer
+        parts: Json = {"content": delta.text} if delta.text or (self._may_call and delta.is_empty) else {}
         if delta.reasoning:
             parts |= _reasoning(delta.reasoning)
         if delta.calls:

@@ -17,7 +17,7 @@ from shared.protocol import SamplingParams, TextParams, TokenChunk
 from tests.assembly import assemble
 from tests.gateway.tiny_tokenizers import tiny_tokenizer
 
-PIECES = [
+PIECES: list[bytes | str] = [
     "Hi", " there", "\n", " ", "é", b"\xf0\x9f", b"\xa6\x8a", b"\xff", "", "<", "<thi", "nk>", "hm. ", "</think", ">",
     "<tool_call>", '{"name": "f', '", "argu', 'ments": {"a": [', '"}]", 1', "]}}", "</tool_", "call>", "; ", "{}",
 ]  # fmt: skip
