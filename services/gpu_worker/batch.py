@@ -140,7 +140,18 @@ class EngineInfo:
 
 
 class Drafter(Protocol):
-    """Guesses which tokens are drawn next."""
+    """Guesses which tokens are drawn next. For a step it is asked to `plan`, to `think` and to `draft`, in this order,
+    of which `think` alone may take long. Calls come from the engine's thread, but `forget` may come from others
+    meanwhile."""
+
+    def plan(self, chunks: Seq[Chunk], most: Seq[int], num_free: int) -> list[int]:
+        """How many tokens `think` is to guess for each chunk of a step, at most as `draft` may have. A sequence gets
+        the slots that computing them takes before it does."""
+        ...
+
+    def think(self) -> None:
+        """Guesses what was planned."""
+        ...
 
     def draft(self, chunks: Seq[Chunk], most: Seq[int], num_free: int) -> list[tuple[int, ...]]:
         """Drafts for each chunk of a step, at most `most` of each and num_free in all. Does not modify sequences."""

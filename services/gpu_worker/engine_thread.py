@@ -32,20 +32,12 @@ from services.gpu_worker.probe import probe
 from services.gpu_worker.running_set import Change, RunningSet
 from services.gpu_worker.step_cost import START_HANG_S, StepCost
 from services.gpu_worker.step_limit import StepLimit
-from services.gpu_worker.steps import Step, results_of, starter
+from services.gpu_worker.steps import Begun, results_of, starter
 from shared.worker_protocol import Admit
 
 log = logging.getLogger(__name__)
 
 STOP_TIMEOUT_S = 2.0
-
-
-@dataclass(frozen=True, slots=True)
-class _Begun:
-    chunks: Seq[Chunk]
-    step: Step
-    num_prefill: int
-    at: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +71,7 @@ class EngineLoop:
         self._clock = clock
         self._on_step = on_step
         self._queue: deque[Change | Answered] = deque()
-        self._in_flight: deque[_Begun] = deque()  # at most two, the older one first
+        self._in_flight: deque[Begun] = deque()  # at most two, the older one first
         self._watch: _Watch | None = None  # over the older one, or over one that is yet to begin
         self._ended_at = float("-inf")  # the last step
         self._is_busy = False  # in the last round there was something to compute
@@ -123,7 +115,15 @@ class EngineLoop:
             changed = bool(self._queue)
             while self._queue:
                 self.running.apply(self._queue.popleft())
-            chunks = self.running.prepare(self.cost.max_prefill_tokens(self._max_step_s), self.limit.num_tokens)
+            prepared = self.running.prepare(
+                self.cost.max_prefill_tokens(self._max_step_s), self.limit.num_tokens, may_think=not self._in_flight
+            )
+        if prepared.chunks and not self._in_flight:
+            self._watch_over(prepared.chunks, 0)  # what a model guesses takes as long as a step may
+            self.running.drafting.drafter.think()
+            self._watch = None
+        with self.lock:
+            chunks = self.running.draft(prepared)
         if chunks:
             self._begin(chunks)
             self.num_gaps += len(self._in_flight) > 1 and self._in_flight[0].step.has_ended
@@ -131,14 +131,14 @@ class EngineLoop:
         while len(self._in_flight) > num_left:
             self._end()
         self._is_busy = bool(chunks)
-        return changed or had_work or self._is_busy
+        return changed or had_work or bool(prepared.chunks)
 
     def _begin(self, chunks: Seq[Chunk]) -> None:
         before, hang_s, asked = self._watch, self.hang_s, self._clock()
         self.hang_s, self._watch = START_HANG_S, _Watch(chunks, asked + START_HANG_S)
         step, begun_at = self._start(chunks), self._clock()
         num_prefill = sum(c.count for c in chunks if c.count > 1 or not c.sample)
-        self._in_flight.append(_Begun(chunks, step, num_prefill, begun_at))
+        self._in_flight.append(Begun(chunks, step, num_prefill, begun_at))
         if before is None:
             self._watch_oldest()
         else:

@@ -54,7 +54,7 @@ class WorkerMetrics:
         with loop.lock:
             running = loop.running
             counts = dict(running.counts)
-            speculator = running.drafter
+            speculator = running.drafting.drafter
             if isinstance(speculator, Speculator):
                 self._observe_drafts(speculator)
             totals: dict[str, float] = {

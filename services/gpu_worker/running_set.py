@@ -36,6 +36,7 @@ from services.gpu_worker.batch import AnswerFailed, Chunk, Drafter, Drawn, Engin
 from services.gpu_worker.block_map import BlockMap
 from services.gpu_worker.commits import Ledger, Place
 from services.gpu_worker.composer import Budget, compose
+from services.gpu_worker.drafting import NOTHING, Drafting, Prepared
 from services.gpu_worker.outbox import Outbox
 from services.gpu_worker.seals import SealedBlocks
 from services.gpu_worker.step_limit import NO_LIMIT
@@ -88,7 +89,7 @@ class RunningSet:
         self.run_term = 0
         self.pool_term = 0
         self.budget = capacity
-        self.drafter = drafter
+        self.drafting = Drafting(drafter, info, self.blocks, self._take_spare)
         self.starved: frozenset[str] = frozenset()
         self._capacity = capacity
         self._validate = validate
@@ -106,7 +107,7 @@ class RunningSet:
     def reset(self) -> None:
         """A new life: nothing of the old one is valid but the bytes in sealed blocks."""
         for seq in self.sequences.values():
-            self._forget_guesses(seq)
+            self.drafting.drafter.forget(seq)
         self.sequences.clear()
         self.blocks.clear()
         self.ledger.clear()
@@ -256,10 +257,11 @@ class RunningSet:
 
     # --- steps -------------------------------------------------------------------------------------------------------
 
-    def prepare(self, max_prefill_tokens: int, max_num_tokens: int = NO_LIMIT) -> list[Chunk]:
-        """Begins the next step, of at most max_num_tokens; takes spare blocks for sequences that need one. Empty:
-        nobody can go on. With a step in flight it is the one after that, also for a sequence that may turn out to
-        have ended there: its row is computed in vain, in a slot of its own."""
+    def prepare(self, max_prefill_tokens: int, max_num_tokens: int = NO_LIMIT, *, may_think: bool = True) -> Prepared:
+        """The next step, of at most max_num_tokens; takes spare blocks for sequences that need one. No chunks: nobody
+        can go on. With a step in flight it is the one after that, also for a sequence that may turn out to have ended
+        there: its row is computed in vain, in a slot of its own. To be begun by `draft` before anything is applied;
+        may_think: between the two a model may guess."""
         most = self.info.max_num_tokens
         able = [seq for seq in self.sequences.values() if not seq.awaits_answer]
         open_ones = [seq for seq in able if not is_full(seq, most, seq.num_drawing)]
@@ -269,7 +271,7 @@ class RunningSet:
             self.starved = starved
             self.outbox.touch()
         if not ready:
-            return []
+            return NOTHING
         self._turn += 1
         budget = self.budget
         if max_num_tokens < budget.max_num_batched_tokens:
@@ -277,56 +279,27 @@ class RunningSet:
         chunks = compose(
             ready, budget, block_size=self.info.block_size, max_prefill_tokens=max_prefill_tokens, turn=self._turn
         )
-        if self.drafter is not None:
-            chunks = self._with_drafts(self.drafter, chunks, budget)
+        return self.drafting.prepare(chunks, budget, len(self.sequences), may_think=may_think)
+
+    def draft(self, prepared: Prepared) -> list[Chunk]:
+        """Begins a step that is prepared, with drafts; empty if nobody is left in it."""
+        chunks = self.drafting.with_drafts(prepared, self.sequences.values())
         self.begin(chunks)
         return chunks
 
-    def _with_drafts(self, drafter: Drafter, chunks: list[Chunk], budget: Budget) -> list[Chunk]:
-        """As far as the step has room for them and each sequence has slots, of which one spare block can give more.
-        Tokens are drawn from no more rows than sequences may run, since memory is planned for so many."""
-        num_tokens, num_sampled = sum(c.count for c in chunks), sum(c.sample for c in chunks)
-        num_free = max(0, min(budget.max_num_batched_tokens - num_tokens, budget.max_num_seqs - num_sampled))
-        most = [self._most_drafts(c.seq, c.start + c.count) if c.sample else 0 for c in chunks]
-        drafts = drafter.draft(chunks, most, num_free)
-        with_drafts = [replace(c, draft_ids=ids) if ids else c for c, ids in zip(chunks, drafts, strict=True)]
-        for chunk in with_drafts:
-            if chunk.start + chunk.num_rows > len(chunk.seq.block_ids) * self.info.block_size:
-                self._take_spare(chunk.seq)
-        return with_drafts
-
-    def _most_drafts(self, seq: Sequence, end: int, num_drawing: int = 0) -> int:
-        """In a step that computes its tokens up to `end`, of which num_drawing are not known yet, though they will be.
-        The last token that it may have is drawn and not computed, so it is no draft."""
-        num_tokens = len(seq.token_ids) + num_drawing
-        if end > num_tokens:
-            return 0
-        num_open = min(seq.params.max_tokens + seq.num_prompt_tokens, self.info.max_num_tokens) - num_tokens
-        num_blocks = len(seq.block_ids) + (len(self.blocks.spares) > len(self.sequences))
-        return max(0, min(num_open - 1, num_blocks * self.info.block_size - end))
-
     def expects_drafts(self) -> bool:
         """Would the next step have some, if the tokens of those in flight were known?"""
-        if self.drafter is None:
-            return False
-        drawing = [s for s in self.sequences.values() if s.num_drawing]
-        most = [self._most_drafts(s, s.next_position + 1, s.num_drawing) for s in drawing]
-        return self.drafter.expects(drawing, most, max(0, self.budget.max_num_seqs - len(drawing)))
-
-    def _forget_guesses(self, seq: Sequence) -> None:
-        if self.drafter is not None:
-            self.drafter.forget(seq)
+        return self.drafting.expects(self.sequences.values(), self.budget)
 
     def begin(self, chunks: Seq[Chunk]) -> None:
-        """These are being computed from now on. Only to repeat them after `recall`: `prepare` does it by itself."""
+        """These are being computed from now on. Only to repeat them after `recall`: `draft` does it by itself."""
         for chunk in chunks:
             chunk.seq.num_ahead += chunk.count
             chunk.seq.num_drawing += chunk.sample
 
     def recall(self) -> None:
         """A step has failed: nothing of those in flight counts."""
-        if self.drafter is not None:
-            self.drafter.failed()
+        self.drafting.drafter.failed()
         for seq in self.sequences.values():
             seq.num_ahead = seq.num_drawing = 0
 
@@ -350,8 +323,7 @@ class RunningSet:
         """What the oldest step in flight has computed and drawn; how many of its tokens count: those of sequences that
         have left do not, nor those behind an end. seconds: how long it took, if that is known."""
         taken = [self._take(chunk, tokens) for chunk, tokens in zip(chunks, drawn, strict=True)]
-        if self.drafter is not None:
-            self.drafter.observe(chunks, taken, seconds)
+        self.drafting.drafter.observe(chunks, taken, seconds)
         return sum(map(len, taken))
 
     def _take(self, chunk: Chunk, tokens: Drawn) -> Drawn:
@@ -431,7 +403,7 @@ class RunningSet:
 
     def _remove(self, seq: Sequence, reason: str) -> None:
         del self.sequences[seq.sid]
-        self._forget_guesses(seq)
+        self.drafting.drafter.forget(seq)
         self.blocks.release(seq.sid, seq.block_ids)
         self._note_end(seq.sid, seq.epoch, reason)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
+from dataclasses import dataclass
 from functools import partial
 from typing import Protocol, runtime_checkable
 
@@ -43,6 +44,16 @@ def results_of(step: Step, chunks: Seq[Chunk]) -> list[Drawn]:
     if [len(tokens) > 0 for tokens in drawn] != [c.sample for c in chunks]:
         raise ValueError("the engine's results do not match its chunks")
     return drawn
+
+
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """A step that has begun at some time, with so many tokens of prefill."""
+
+    chunks: Seq[Chunk]
+    step: Step
+    num_prefill: int
+    at: float
 
 
 class WholeStep:

@@ -85,7 +85,7 @@ def apply(
 
 def step(running: RunningSet, engine: ScriptedEngine) -> list[Chunk]:
     """One step; the chunks it computed."""
-    chunks = running.prepare(max_prefill_tokens=64)
+    chunks = running.draft(running.prepare(max_prefill_tokens=64))
     if chunks:
         running.advance(chunks, engine.step(chunks))
     return chunks

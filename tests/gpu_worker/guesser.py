@@ -20,6 +20,12 @@ class Guesser:
         self.seconds: list[float] = []
         self.forgotten: list[str] = []
 
+    def plan(self, chunks: Seq[Chunk], most: Seq[int], num_free: int) -> list[int]:
+        return [0] * len(chunks)
+
+    def think(self) -> None:
+        return
+
     def draft(self, chunks: Seq[Chunk], most: Seq[int], num_free: int) -> list[tuple[int, ...]]:
         drafts = []
         for chunk, allowed in zip(chunks, most, strict=True):

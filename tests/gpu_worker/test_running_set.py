@@ -104,7 +104,7 @@ def test_a_log_that_is_complete_ends_it_without_a_step(
 ) -> None:
     running = make_running()
     admit(running, PROMPT, output_ids=output_ids, **params)
-    assert running.prepare(64) == [] and ended(running) == [("r.0", 1, reason)]
+    assert not running.prepare(64).chunks and ended(running) == [("r.0", 1, reason)]
     entry = running.ledger.build().entries[0]
     assert (entry.first, entry.count) == (len(output_ids), 0)
     assert outcome_of(running) == Outcome(reason=reason, num_tokens=len(output_ids))  # type: ignore[arg-type]
@@ -425,7 +425,7 @@ def test_results_for_a_sequence_that_left_during_the_step_are_passed_over() -> N
     running = make_running()
     engine = make_engine(running)
     admit(running, PROMPT)
-    chunks = running.prepare(64)
+    chunks = running.draft(running.prepare(64))
     running.ledger.drop("r.0", 1)
     running.dropped("r.0", 1, "stale")
     running.advance(chunks, engine.step(chunks))

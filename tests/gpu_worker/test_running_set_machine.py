@@ -80,7 +80,7 @@ class RunningSetMachine(RuleBasedStateMachine):
     def begin_step(self) -> None:
         if self.in_flight and not self.in_flight[-1][1].may_be_followed:
             self.end_step()
-        chunks = self.running.prepare(max_prefill_tokens=64)
+        chunks = self.running.draft(self.running.prepare(max_prefill_tokens=64))
         if chunks:
             self.in_flight.append((chunks, self.engine.begin(chunks)))
         if len(self.in_flight) > 1:

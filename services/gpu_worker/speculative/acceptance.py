@@ -6,6 +6,8 @@ stays true while nothing is drafted. A sequence begins with what its worker has 
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
+
 NUM_LEVELS = 12  # of strength: 0 to 7 one by one, then doubling
 SHARE_KEPT = 0.95  # of what was counted, when one more is
 NEGLIGIBLE = 0.01  # chance of a draft that is not worth asking about: a row costs more than that of any step
@@ -16,12 +18,21 @@ def level_of(strength: int) -> int:
     return strength if strength < 8 else min(NUM_LEVELS - 1, 4 + strength.bit_length())
 
 
-class Acceptance:
-    """share_kept: of what was counted, when one more is. prior: where nothing is known yet."""
+def expected_of(strength: int) -> float:
+    return strength / (strength + 2)
 
-    def __init__(self, prior: Acceptance | None = None, share_kept: float = SHARE_KEPT) -> None:
+
+class Acceptance:
+    """share_kept: of what was counted, when one more is. prior: where nothing is known yet; unknown: where that is
+    not either."""
+
+    def __init__(
+        self, prior: Acceptance | None = None, share_kept: float = SHARE_KEPT,
+        unknown: Callable[[int], float] = expected_of,
+    ) -> None:  # fmt: skip
         self._prior = prior
         self._share_kept = share_kept
+        self._unknown = unknown
         self._right = [0.0] * NUM_LEVELS
         self._tried = [0.0] * NUM_LEVELS
 
@@ -35,15 +46,15 @@ class Acceptance:
     def probability(self, strength: int) -> float:
         """That a draft of this strength is right, if those before it were."""
         level = level_of(strength)
-        expected = strength / (strength + 2) if self._prior is None else self._prior.probability(strength)
+        expected = self._unknown(strength) if self._prior is None else self._prior.probability(strength)
         return (self._right[level] + PRIOR_WEIGHT * expected) / (self._tried[level] + PRIOR_WEIGHT)
 
-    def survival(self, strength: int, count: int, max_strength: int) -> list[float]:
-        """Of each of so many drafts, the first of this strength: that it and all before it are right. Without those
-        that have next to no chance."""
+    def survival(self, strengths: Iterable[int]) -> list[float]:
+        """Of drafts that follow each other, each: that it and all before it are right. Without those that have next to
+        no chance."""
         chances, chance = [], 1.0
-        for i in range(count):
-            chance *= self.probability(min(strength + i, max_strength))
+        for strength in strengths:
+            chance *= self.probability(strength)
             if chance < NEGLIGIBLE:
                 break
             chances.append(chance)

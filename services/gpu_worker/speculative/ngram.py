@@ -11,7 +11,7 @@ from services.gpu_worker.speculative.proposer import EXPECTED_STRENGTH, NOTHING,
 
 class NgramProposer:
     def __init__(self, shortest: int, longest: int) -> None:
-        self.max_strength = longest
+        self._longest = longest
         self._text: list[int] = []
         self._key = 0  # the last tokens, in TOKEN_BITS each
         self._ends: dict[int, dict[int, int]] = {n: {} for n in range(longest, shortest - 1, -1)}
@@ -21,7 +21,7 @@ class NgramProposer:
     def append(self, token_id: int) -> None:
         text = self._text
         text.append(token_id)
-        self._key = (self._key << TOKEN_BITS | token_id) & ((1 << self.max_strength * TOKEN_BITS) - 1)
+        self._key = (self._key << TOKEN_BITS | token_id) & ((1 << self._longest * TOKEN_BITS) - 1)
         self._length = 0
         for n, ends in self._ends.items():
             if len(text) < n:
@@ -32,9 +32,9 @@ class NgramProposer:
             ends[gram] = end
 
     def expect(self, count: int) -> None:
-        self._source, self._length = len(self._text) - count, min(EXPECTED_STRENGTH, self.max_strength)
+        self._source, self._length = len(self._text) - count, min(EXPECTED_STRENGTH, self._longest)
 
     def propose(self, most: int) -> Proposal:
         if self._length == 0 or most < 1:
             return NOTHING
-        return Proposal(going_on(self._text, self._source, most), self._length)
+        return going_on(self._text, self._source, most, self._length, self._longest)

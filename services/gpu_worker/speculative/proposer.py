@@ -8,10 +8,10 @@ from typing import Protocol
 
 @dataclass(frozen=True, slots=True)
 class Proposal:
-    """Drafts, best guess first to last. strength: how much speaks for the first; one more for each that follows."""
+    """Drafts, first to last. strengths: how much speaks for each, in the proposer's own measure."""
 
     ids: tuple[int, ...] = ()
-    strength: int = 0
+    strengths: tuple[int, ...] = ()
 
 
 NOTHING = Proposal()
@@ -19,18 +19,17 @@ TOKEN_BITS = 32  # of a token id in a key: one whole number takes less memory th
 EXPECTED_STRENGTH = 8  # of the first token that is said to come
 
 
-def going_on(text: list[int], source: int, count: int) -> tuple[int, ...]:
-    """count tokens from source on; where the text ends, as if it repeated from there."""
+def going_on(text: list[int], source: int, count: int, length: int, max_length: int) -> Proposal:
+    """count tokens from source on; where the text ends, as if it repeated from there. Strength: how many tokens before
+    are equal, which length is for the first."""
     ids = text[source : source + count]
     while len(ids) < count:
         ids += ids[: count - len(ids)]
-    return tuple(ids)
+    return Proposal(tuple(ids), tuple([min(length + i, max_length) for i in range(count)]))
 
 
 class Proposer(Protocol):
     """One a sequence. `append` every token, prompt first; memory grows with the text by a constant a token."""
-
-    max_strength: int
 
     def append(self, token_id: int) -> None: ...
 

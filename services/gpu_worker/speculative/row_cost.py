@@ -55,6 +55,10 @@ class RowCost:
         """Of what `relative` says; 0 while nothing is known."""
         return self._level
 
+    def seconds(self, num_rows: int) -> float:
+        """Of a step of so many rows; 0 while nothing is known."""
+        return self.relative(num_rows) * self._level
+
     def relative(self, num_rows: int) -> float:
         """Of a step of so many rows, in a unit of its own."""
         known, shape = self._known, self._shape

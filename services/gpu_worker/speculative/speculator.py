@@ -62,7 +62,7 @@ class _Guided:
             else:
                 token_id = seq.token_ids[at - num_predicted]
                 if (guess := propose(1)).ids:
-                    self.acceptance.observe(guess.strength, guess.ids[0] == token_id)
+                    self.acceptance.observe(guess.strengths[0], guess.ids[0] == token_id)
                 append(token_id)
         self.num_read += count
         return count
@@ -70,10 +70,12 @@ class _Guided:
 
 @dataclass(slots=True)
 class Counts:
-    """Since the start of the process. num_drafts: times that a sequence had some; accepted: by position, from 0 on."""
+    """Since the start of the process. num_drafts: times that a sequence had some; accepted: by position, from 0 on;
+    saved_s: that steps without would have taken longer for the same tokens."""
 
     num_drafts: int = 0
     num_draft_tokens: int = 0
+    saved_s: float = 0.0
     accepted: Counter[int] = field(default_factory=Counter)
 
 
@@ -92,6 +94,12 @@ class Speculator:
         self._acceptance = Acceptance(share_kept=WORKER_SHARE_KEPT)
         self._guided: dict[str, _Guided] = {}
         self._drafted: list[_Guided] = []  # in the latest step
+
+    def plan(self, chunks: Seq[Chunk], most: Seq[int], num_free: int) -> list[int]:
+        return [0] * len(chunks)
+
+    def think(self) -> None:
+        return
 
     def draft(self, chunks: Seq[Chunk], most: Seq[int], num_free: int) -> list[tuple[int, ...]]:
         self._drafted = []
@@ -162,7 +170,7 @@ class Speculator:
         if guided.is_given_up or guided.num_unread or len(seq.token_ids) < guided.held_until:
             return NOTHING, []
         proposal = guided.proposer.propose(most)
-        return proposal, guided.acceptance.survival(proposal.strength, len(proposal.ids), guided.proposer.max_strength)
+        return proposal, guided.acceptance.survival(proposal.strengths)
 
     def _most(self, seq: Sequence) -> int:
         asked = seq.params.num_speculative_tokens

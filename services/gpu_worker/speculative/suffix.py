@@ -16,8 +16,6 @@ WORTH_RESUMING = 4  # shorter matches are chance
 
 
 class SuffixProposer:
-    max_strength = MAX_LENGTH
-
     def __init__(self) -> None:
         self._text: list[int] = []
         self._key = 0  # the last tokens, in TOKEN_BITS each
@@ -65,4 +63,4 @@ class SuffixProposer:
     def propose(self, most: int) -> Proposal:
         if self._source < 0 or most < 1:
             return NOTHING
-        return Proposal(going_on(self._text, self._source, most), self._length)
+        return going_on(self._text, self._source, most, self._length, MAX_LENGTH)

@@ -43,8 +43,8 @@ def test_a_sequence_begins_with_what_others_have_shown_and_goes_its_own_way() ->
 def test_a_draft_survives_with_all_before_it() -> None:
     acceptance = Acceptance()
     chances = [acceptance.probability(s) for s in (2, 3, 4)]
-    assert acceptance.survival(2, 3, 9) == pytest.approx(
+    assert acceptance.survival((2, 3, 4)) == pytest.approx(
         [chances[0], chances[0] * chances[1], chances[0] * chances[1] * chances[2]]
     )
-    assert acceptance.survival(5, 0, 9) == []
-    assert acceptance.survival(4, 3, 4) == pytest.approx([chances[2] ** n for n in (1, 2, 3)])
+    assert acceptance.survival(()) == []
+    assert acceptance.survival((4, 4, 4)) == pytest.approx([chances[2] ** n for n in (1, 2, 3)])

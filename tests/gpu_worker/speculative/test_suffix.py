@@ -33,7 +33,8 @@ def after(text: list[int] | bytes, most: int = 4) -> Proposal:
     ],
 )
 def test_what_followed_the_longest_match(text: bytes, ids: bytes, strength: int) -> None:
-    assert after(text) == Proposal(tuple(ids), strength)
+    got = after(text)
+    assert (got.ids, got.strengths[:1]) == (tuple(ids), (strength,) if ids else ())
 
 
 def test_a_copy_is_followed_to_its_end() -> None:
@@ -44,7 +45,7 @@ def test_a_copy_is_followed_to_its_end() -> None:
     for at, token_id in enumerate(original):
         if at:
             proposal = proposer.propose(8)
-            assert proposal.strength == min(at, MAX_LENGTH)
+            assert proposal.strengths == tuple(min(at + i, MAX_LENGTH) for i in range(8))
             assert proposal.ids == tuple((original + original)[at : at + 8])
         proposer.append(token_id)
 
@@ -53,9 +54,10 @@ def test_a_copy_is_followed_to_its_end() -> None:
 def test_a_match_is_one(text: list[int]) -> None:
     """Whatever is proposed with a strength followed so many equal tokens somewhere."""
     got = after(text, 1)
-    if got.strength:
-        tail = text[-got.strength :]
-        ends = [e for e in range(got.strength, len(text)) if text[e - got.strength : e] == tail]
+    if got.ids and got.strengths[0]:
+        (strength,) = got.strengths
+        tail = text[-strength:]
+        ends = [e for e in range(strength, len(text)) if text[e - strength : e] == tail]
         assert got.ids[0] in {text[e] for e in ends}
 
 

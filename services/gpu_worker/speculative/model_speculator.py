@@ -1,0 +1,220 @@
+"""When and how far a draft model guesses, which guesses a step computes, and what they have been worth. *Pure.*
+
+Guessing takes time, so how many tokens are guessed is chosen before: as many as make the most tokens a second expected,
+by how often guesses in their place were right. Which of them the step then computes follows from what the model says of
+each (`Proposal.strengths`). Where guessing does not pay there is none, and the model falls behind; but as long as the
+purse allows, it catches up with a sequence and guesses a token, which is compared with what is drawn and is no draft if
+that would not pay: so what has become worth it is found.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+from services.gpu_worker.batch import Chunk, Drawn, Sequence
+from services.gpu_worker.speculative.acceptance import Acceptance
+from services.gpu_worker.speculative.batch_proposer import BatchProposer
+from services.gpu_worker.speculative.choice import MAX_SHARE, choose_fairly
+from services.gpu_worker.speculative.proposer import NOTHING, Proposal
+from services.gpu_worker.speculative.purse import Purse
+from services.gpu_worker.speculative.row_cost import RowCost
+from services.gpu_worker.speculative.speculator import HELD_TOKENS, WORKER_SHARE_KEPT, Counts
+from shared.speculative_config import SpeculativeConfig
+
+log = logging.getLogger(__name__)
+
+UNKNOWN_CHANCE = 0.6  # of a guess, before any was compared
+CATCH_UP_SHARE = 0.25  # of the longest step, before one
+MIN_CATCH_UP_TOKENS = 16
+MAX_CATCH_UP_TOKENS = 512
+MAX_FAILURES = 3  # one after the other: nothing is guessed any more
+
+
+@dataclass(slots=True)
+class _Followed:
+    """A sequence that is guessed for. by_strength, by_place: how often guesses are right."""
+
+    seq: Sequence
+    by_strength: Acceptance
+    by_place: Acceptance
+    proposal: Proposal = NOTHING
+    held_until: int = 0  # it has so many tokens
+
+
+class ModelSpeculator:
+    """A `Drafter`. cost: what is known of steps already. max_step_s: neither guessing nor drafts make a step longer,
+    for those that have none."""
+
+    def __init__(
+        self, config: SpeculativeConfig, proposer: BatchProposer, clock: Callable[[], float],
+        cost: RowCost | None = None, *, max_step_s: float = float("inf"),
+    ) -> None:  # fmt: skip
+        self.method = config.method
+        self.counts = Counts()
+        self.purse = Purse()
+        self._config = config
+        self._proposer = proposer
+        self._clock = clock
+        self._cost = cost or RowCost()
+        self._max_step_s = max_step_s
+        self._by_strength = Acceptance(share_kept=WORKER_SHARE_KEPT)
+        self._by_place = Acceptance(share_kept=WORKER_SHARE_KEPT, unknown=lambda place: UNKNOWN_CHANCE)
+        self._followed: dict[str, _Followed] = {}
+        self._asked: list[tuple[_Followed, int]] = []
+        self._drafted: list[_Followed] = []  # in the latest step
+        self._spent_s = 0.0  # before it
+        self._num_failures = 0
+
+    def forget(self, seq: Sequence) -> None:
+        self._followed.pop(seq.sid, None)
+        self._proposer.forget(seq)
+
+    def _follow(self, seq: Sequence) -> _Followed:
+        followed = self._followed.get(seq.sid)
+        if followed is None or followed.seq is not seq:
+            followed = _Followed(seq, Acceptance(self._by_strength), Acceptance(self._by_place))
+            self._followed[seq.sid] = followed
+        return followed
+
+    # --- before a step -----------------------------------------------------------------------------------------------
+
+    def plan(self, chunks: Seq[Chunk], most: Seq[int], num_free: int) -> list[int]:
+        """The first token of an answer waits for no guesses."""
+        self._spent_s, self._asked = 0.0, []
+        most = [n if c.count == 1 else 0 for c, n in zip(chunks, most, strict=True)]
+        num_sampled, num_rows = sum(c.sample for c in chunks), sum(c.count for c in chunks)
+        counts = self._counts([c.seq for c in chunks], most, num_sampled, num_rows, num_free)
+        self._asked = [(self._follow(c.seq), n) for c, n in zip(chunks, counts, strict=True) if n]
+        return counts
+
+    def expects(self, sequences: Seq[Sequence], most: Seq[int], num_free: int) -> bool:
+        return any(self._counts(sequences, most, len(sequences), len(sequences), num_free))
+
+    def _counts(
+        self, sequences: Seq[Sequence], most: Seq[int], num_sampled: int, num_rows: int, num_free: int
+    ) -> list[int]:
+        """How many tokens to guess for each."""
+        counts = [0] * len(sequences)
+        able = {i: n for i, n in enumerate(map(self._most, sequences, most)) if n}
+        if not able or self._num_failures >= MAX_FAILURES or not self.purse.may_draft:
+            return counts
+        survivals = [self._follow(sequences[i]).by_place.survival(range(n)) for i, n in able.items()]
+        length = self._length(survivals, num_sampled, num_rows, num_free)
+        if length:
+            return [min(length, able.get(i, 0)) for i in range(len(sequences))]
+        if self.purse.may_try:
+            counts[min(able, key=lambda i: self._proposer.num_behind(sequences[i]))] = 1
+        return counts
+
+    def _most(self, seq: Sequence, allowed: int) -> int:
+        if not allowed or len(seq.token_ids) < self._follow(seq).held_until:
+            return 0
+        asked, most = seq.params.num_speculative_tokens, self._config.num_speculative_tokens
+        return min(allowed, most if asked is None else min(asked, most))
+
+    def _length(self, survivals: Seq[Seq[float]], num_sampled: int, num_rows: int, num_free: int) -> int:
+        """How many tokens to guess for each, so that the most a second are expected. Those who have no guesses wait
+        little for the others'."""
+        cost, num, others_wait = self._cost, len(survivals), num_sampled > len(survivals) or num_rows > num_sampled
+        step_s = cost.seconds(num_rows)
+        best, best_length, expected, num_drafts = num_sampled / step_s if step_s else 0.0, 0, float(num_sampled), 0
+        for length in range(1, max(map(len, survivals)) + 1):
+            own = [chances[length - 1] for chances in survivals if len(chances) >= length]
+            expected, num_drafts = expected + sum(own), num_drafts + len(own)
+            seconds = self._proposer.seconds(num, length) + cost.seconds(num_rows + num_drafts)
+            most_s = min(self._max_step_s, (1 + MAX_SHARE * num) * step_s) if others_wait else seconds
+            if num_drafts > num_free or seconds > most_s:
+                break
+            if expected > best * seconds:
+                best, best_length = expected / seconds if seconds else 0.0, length
+        return best_length
+
+    def think(self) -> None:
+        """What fails here fails no answer."""
+        if not self._asked:
+            return
+        sequences, counts = [followed.seq for followed, _ in self._asked], [count for _, count in self._asked]
+        started = self._clock()
+        try:
+            proposals = self._proposer.propose(sequences, counts, self._num_catch_up())
+            self._num_failures = 0
+        except Exception:
+            self._num_failures += 1
+            log.warning("no guesses: the draft model failed, %d times now", self._num_failures, exc_info=True)
+            proposals = [NOTHING] * len(sequences)
+            self._hold([followed for followed, _ in self._asked])
+        self._spent_s = self._clock() - started
+        self.purse.pay(self._spent_s)
+        for (followed, _), proposal in zip(self._asked, proposals, strict=True):
+            followed.proposal = proposal
+
+    def _num_catch_up(self) -> int:
+        """Tokens before one step, so that nobody waits long for the text of another to be read."""
+        num, most_s = MIN_CATCH_UP_TOKENS, CATCH_UP_SHARE * self._max_step_s
+        while num < MAX_CATCH_UP_TOKENS and self._proposer.catch_up_seconds(2 * num) <= most_s:
+            num *= 2
+        return num
+
+    def draft(self, chunks: Seq[Chunk], most: Seq[int], num_free: int) -> list[tuple[int, ...]]:
+        proposals = [self._follow(c.seq).proposal for c in chunks]
+        survivals = [
+            self._follow(c.seq).by_strength.survival(proposal.strengths[: self._most(c.seq, n)])
+            for c, proposal, n in zip(chunks, proposals, most, strict=True)
+        ]
+        lengths = self._choose(survivals, chunks, num_free) if any(survivals) else [0] * len(chunks)
+        self._drafted = [self._follow(c.seq) for c, length in zip(chunks, lengths, strict=True) if length]
+        return [proposal.ids[:length] for proposal, length in zip(proposals, lengths, strict=True)]
+
+    def _choose(self, survivals: Seq[Seq[float]], chunks: Seq[Chunk], num_free: int) -> list[int]:
+        """With the time that guessing took already."""
+        num_sampled, num_rows = sum(c.sample for c in chunks), sum(c.count for c in chunks)
+        cost, unit_s = self._cost, self._cost.unit_s or 1.0
+        spent, max_cost = self._spent_s / unit_s, self._max_step_s / unit_s
+        return choose_fairly(
+            survivals, num_sampled, num_rows, num_free, lambda num: spent + cost.relative(num), max_cost
+        )
+
+    # --- after it ----------------------------------------------------------------------------------------------------
+
+    def observe(self, chunks: Seq[Chunk], drawn: Seq[Drawn], seconds: float) -> None:
+        """What was guessed is compared with what was drawn, whether it was drafted or not."""
+        self._learn_cost(chunks, drawn, seconds)
+        for chunk, tokens in zip(chunks, drawn, strict=True):
+            if chunk.draft_ids:
+                self.counts.num_drafts += 1
+                self.counts.num_draft_tokens += len(chunk.draft_ids)
+                num_accepted = sum(t.token_id == d for t, d in zip(tokens, chunk.draft_ids, strict=False))
+                self.counts.accepted.update(range(num_accepted))
+            followed = self._followed.get(chunk.seq.sid)
+            if followed is not None and followed.seq is chunk.seq:
+                self._learn(followed, drawn=tokens)
+
+    def _learn_cost(self, chunks: Seq[Chunk], drawn: Seq[Drawn], seconds: float) -> None:
+        """seconds are those of the step and of the guessing before."""
+        saved_s, step_s = 0.0, seconds - self._spent_s
+        if step_s > 0.0 and all(c.sample and c.count == 1 for c in chunks):
+            num_rows = sum(c.num_rows for c in chunks)
+            self._cost.observe(num_rows, step_s)
+            if num_rows > len(chunks):
+                saved_s = self._cost.seconds(len(chunks)) * sum(map(len, drawn)) / len(chunks) - step_s
+        self.purse.step(seconds, saved_s)
+        self.counts.saved_s += saved_s - self._spent_s
+
+    def _learn(self, followed: _Followed, drawn: Drawn) -> None:
+        proposal, followed.proposal = followed.proposal, NOTHING
+        for place, (token, guess) in enumerate(zip(drawn, proposal.ids, strict=False)):
+            is_right = token.token_id == guess
+            followed.by_strength.observe(proposal.strengths[place], is_right)
+            followed.by_place.observe(place, is_right)
+            if not is_right:
+                break
+
+    def failed(self) -> None:
+        self._hold(self._drafted)
+
+    def _hold(self, held: Seq[_Followed]) -> None:
+        for followed in held:
+            followed.held_until = len(followed.seq.token_ids) + HELD_TOKENS
