@@ -15,7 +15,7 @@ from kernels.matmul_a16 import matmul_a16
 from kernels.matmul_float import FloatWeight, join_floats, matmul_float
 from kernels.matmul_w8a8 import ScaledWeight, join_scaled, matmul_w8a8
 from kernels.packed_weight import Codes
-from kernels.planar_weight import GroupedCodes, PlanarWeight, fits, grouped, join_planes, pack_planes
+from kernels.planar_weight import GroupedCodes, PlanarWeight, fits, grouped, join_planes, pack_planes, unpack_planes
 from kernels.scaled_rows import ScaledRows
 
 DeviceWeight = FloatWeight | PlanarWeight | ScaledWeight
@@ -51,6 +51,23 @@ def join(weights: Sequence[DeviceWeight]) -> DeviceWeight:
     if isinstance(first, ScaledWeight):
         return join_scaled([w for w in weights if isinstance(w, ScaledWeight)])
     return join_planes([w for w in weights if isinstance(w, PlanarWeight)])
+
+
+def stack(experts: Sequence[DeviceWeight]) -> DeviceWeight:
+    """As `join`, the weights of all experts for `matmul_experts`: each may have an order of columns of its own."""
+    planar = [w for w in experts if isinstance(w, PlanarWeight)]
+    if len(planar) < len(experts) or all(w.order is None for w in planar):
+        return join(experts)
+    columns = torch.arange(planar[0].in_features, device=planar[0].words.device)
+    orders = torch.stack([columns if w.order is None else w.order for w in planar])
+    return dataclasses.replace(join_planes([dataclasses.replace(w, order=None) for w in planar]), order=orders)
+
+
+def values_of(weight: DeviceWeight) -> torch.Tensor:
+    """[N, K], float32 unless it is a weight of floats."""
+    if isinstance(weight, FloatWeight):
+        return weight.tensor
+    return weight.values() if isinstance(weight, ScaledWeight) else unpack_planes(weight)
 
 
 def matmul(

@@ -6,6 +6,8 @@ depends on that row, its experts and their weights alone.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from kernels.dispatch import uses_triton
@@ -13,6 +15,7 @@ from kernels.matmul import DeviceWeight
 from kernels.matmul_a16 import matmul_a16_reference
 from kernels.matmul_float import FLOATS, FloatWeight, matmul_float_reference
 from kernels.matmul_w8a8 import ScaledWeight, matmul_w8a8_reference
+from kernels.planar_weight import PlanarWeight
 from kernels.routing import Routing
 from kernels.scaled_rows import scale_rows
 
@@ -22,10 +25,12 @@ def matmul_experts(
 ) -> torch.Tensor:
     """x [M, K], a row for each token, or [pairs, K], one for each pair -> [pairs, N] of the type `to`, x's if None.
 
-    weight: of [experts N, K].
+    weight: of [experts N, K], see `matmul.stack`.
     """
     to = to or x.dtype
     _check(x, weight, routing, to)
+    if isinstance(weight, PlanarWeight) and weight.order is not None:
+        x, weight = _in_order(x, weight.order, routing), replace(weight, order=None)
     if not uses_triton(x):
         return matmul_experts_reference(x, weight, routing, to)
     from kernels.gpu.matmul_a16 import matmul_a16_triton  # where there is no GPU, there need be no Triton
@@ -39,6 +44,12 @@ def matmul_experts(
     return matmul_a16_triton(x, weight, None, to, routing)
 
 
+def _in_order(x: torch.Tensor, order: torch.Tensor, routing: Routing) -> torch.Tensor:
+    """A row for each pair, its columns as the expert's codes lie."""
+    pairs = x if x.shape[0] == routing.num_pairs else x.repeat_interleave(routing.choices, 0)
+    return pairs.gather(1, order[routing.chosen.flatten()])
+
+
 def matmul_experts_reference(x: torch.Tensor, weight: DeviceWeight, routing: Routing, to: torch.dtype) -> torch.Tensor:
     if isinstance(weight, FloatWeight):
         all_rows = matmul_float_reference(x, weight, None, to)
@@ -47,7 +58,7 @@ def matmul_experts_reference(x: torch.Tensor, weight: DeviceWeight, routing: Rou
     else:
         all_rows = matmul_a16_reference(x, weight, None, to)
     of_expert = all_rows.view(x.shape[0], routing.num_experts, -1)
-    chosen = routing.chosen.view(x.shape[0], -1)
+    chosen = routing.chosen.reshape(x.shape[0], -1)
     return of_expert[torch.arange(x.shape[0], device=x.device)[:, None], chosen].flatten(0, 1)
 
 
@@ -82,5 +93,6 @@ def _check(x: torch.Tensor, weight: DeviceWeight, routing: Routing, to: torch.dt
         raise ValueError(f"matmul_experts: {weight.out_features} rows for {routing.num_experts} experts, x {x.dtype}")
     if x.dtype not in FLOATS or to not in FLOATS:
         raise TypeError(f"matmul_experts: float32, float16 or bfloat16 expected, got {x.dtype} and {to}")
-    if not isinstance(weight, FloatWeight | ScaledWeight) and weight.order is not None:
-        raise ValueError("matmul_experts: columns in another order")
+    order = weight.order if isinstance(weight, PlanarWeight) else None
+    if order is not None and order.shape != (routing.num_experts, weight.in_features):
+        raise ValueError("matmul_experts: columns in an order that is not each expert's")

@@ -55,7 +55,7 @@ class PlanarWeight:
     low: torch.Tensor  # uint8 [tiles, N, bytes]
     high: torch.Tensor | None
     words: torch.Tensor  # int32 [words, N]
-    order: torch.Tensor | None = None
+    order: torch.Tensor | None = None  # int64 [K]; of experts that are one weight [experts, K]
 
     @property
     def num_bytes(self) -> int:

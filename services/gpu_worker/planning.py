@@ -138,11 +138,19 @@ def _step_bytes(config: ModelConfig, limits: Limits, length: int) -> int:
     return limits.max_num_batched_tokens * row + logits + 4 * length * config.turned
 
 
+def _mixture(config: ModelConfig) -> int:
+    """Numbers of a token, at most, where its experts are computed: into them and out of them."""
+    if config.experts is None:
+        return 0
+    size, hidden = config.experts.intermediate_size, config.hidden_size
+    return config.experts.num_used * max(size * (3 if config.gated else 2), size + hidden) + hidden
+
+
 def _card_step_bytes(config: ModelConfig, limits: Limits, length: int, width: int) -> int:
     """The most that `gpu_engine.largest_step` holds, in a layer or where it draws. width: bytes of an activation."""
     heads = (2 * config.num_heads + 2 * config.num_kv_heads) * config.head_dim * (2 if config.qk_norm else 1)
     inner = config.intermediate_size * (3 if config.gated else 2)
-    layer = limits.max_num_batched_tokens * width * (4 * config.hidden_size + max(heads, inner))
+    layer = limits.max_num_batched_tokens * width * (4 * config.hidden_size + max(heads, inner, _mixture(config)))
     num_samples = min(limits.max_num_seqs, limits.max_num_batched_tokens)
     # Logits as the model gives them, kept for log-probabilities, and scaled to be drawn from.
     drawing = 3 * 4 * num_samples * config.vocab_size

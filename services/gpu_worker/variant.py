@@ -49,7 +49,7 @@ def gpu_variant(
     for part in (identity, kind, torch.__version__, _triton(), str(dtype), str(kv_dtype), str(block_size)):
         digest.update(part.encode() + b"\0")
     ops, here = Path(kernels.__file__).parent, Path(__file__).parent
-    own = (here / name for name in ("gpu_inputs.py", "model/gpu_decoder.py", "weights/on_device.py"))
+    own = (here / "gpu_inputs.py", *sorted((here / "model").glob("gpu_*.py")), here / "weights/on_device.py")
     for file in (*sorted(ops.glob("*.py")), *sorted((ops / "gpu").glob("*.py")), *own):
         digest.update(file.read_bytes())
     return f"gpu-{'-'.join(kind.lower().split())}-{digest.hexdigest()[:32]}"

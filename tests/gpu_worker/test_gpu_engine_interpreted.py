@@ -53,7 +53,7 @@ def greedy_and_seeded(engine: TorchEngine | GpuEngine) -> list[list[int]]:
     return ids_of(runner.run([*sequences, hit], prefill_chunk=13))
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3"])
+@pytest.mark.parametrize("family", ["llama", "gemma3", "qwen3-moe"])
 def test_tokens_are_those_of_torchs_engine(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save(family, tmp_path, **({} if family == "gemma3" else SMALL))
     want = greedy_and_seeded(TorchEngine.load(tmp_path, **ROOM))
@@ -100,6 +100,7 @@ def peak_bytes(run: Callable[[], object]) -> int:
         ("llama", 8, 16, {"vocab_size": 4096}),
         ("qwen3", 64, 4, {}),
         ("starcoder2-window", 64, 4, {"intermediate_size": 352}),
+        ("mixtral", 64, 4, {"intermediate_size": 352}),
     ],
 )
 def test_the_largest_step_takes_what_is_planned(

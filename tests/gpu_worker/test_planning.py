@@ -140,7 +140,7 @@ class UntriedCard(MadeUpCard):
 
 KINDS = (
     "floats", "tied", "Q5_0", "int8", "fp8", "awq", "gptq-3", "gptq-act-order", "packed-8-channel", "int-quantized",
-    "float-quantized", "fp8-block", "nf4",
+    "float-quantized", "fp8-block", "nf4", "experts",
 )  # fmt: skip
 
 
@@ -149,10 +149,11 @@ def test_a_gpu_engine_holds_what_was_planned(tmp_path: Path, kind: str, kv_cache
     """In float16, which takes what bfloat16 takes."""
     quantization, path = kind if kind in ("int8", "fp8") else "none", tmp_path
     with torch_threads(1):
-        model = save("llama", tmp_path, **SIZES, tie_word_embeddings=kind in ("tied", "Q5_0"))
+        family = "qwen2-moe" if kind == "experts" else "llama"
+        model = save(family, tmp_path, **SIZES, tie_word_embeddings=kind in ("tied", "Q5_0"))
         if kind == "Q5_0":
             write_gguf(model, path := tmp_path / "model.gguf", type_name=kind)
-        elif kind not in ("floats", "tied", quantization):
+        elif kind not in ("floats", "tied", "experts", quantization):
             quantize(model, tmp_path, kind)
         total = 2 << 30
         limits = dataclasses.replace(LIMITS, kv_cache_bytes=None, kv_cache_dtype=kv_cache_dtype, memory_share=0.002)

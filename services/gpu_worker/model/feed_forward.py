@@ -1,13 +1,13 @@
 """The feed-forward half of a layer: one network for all tokens, or a few of many experts for each.
 
-A token's result does not depend on the others: experts are added in ascending order whoever else passes them, and
-the scores of the router are written out, since torch's own functions compute the ends of a tensor otherwise.
+A token's result does not depend on the others: experts are added in ascending order whoever else passes them.
 """
 
 from __future__ import annotations
 
 import torch
 
+from kernels.choose_experts import ChoiceRule, choose_experts, sigmoid
 from kernels.gelu_tanh import gelu_tanh
 from kernels.silu_mul import silu_mul
 from services.gpu_worker.model.config import ExpertConfig, ModelConfig
@@ -33,7 +33,8 @@ def _dense(x: torch.Tensor, ffn: FeedForwardWeights, config: ModelConfig) -> tor
 
 
 def _mixture(x: torch.Tensor, ffn: ExpertWeights, config: ModelConfig, experts: ExpertConfig) -> torch.Tensor:
-    chosen, weights = choose(ffn.router(x), ffn.choice_bias, experts)
+    chosen, weights = choose_experts(ffn.router(x), ffn.choice_bias, rule_of(experts))
+    assert isinstance(ffn.experts, tuple)
     out = torch.zeros_like(x)
     for number in torch.unique(chosen).tolist():  # ascending
         rows, places = (chosen == number).nonzero(as_tuple=True)
@@ -45,33 +46,8 @@ def _mixture(x: torch.Tensor, ffn: ExpertWeights, config: ModelConfig, experts: 
     return out
 
 
-def choose(logits: torch.Tensor, bias: torch.Tensor | None, experts: ExpertConfig) -> tuple[torch.Tensor, torch.Tensor]:
-    """logits [N, experts] -> the numbers of the experts used, [N, k], and their weights; of equal ones the first."""
-    scores = sigmoid(logits) if experts.scoring == "sigmoid" else softmax(logits)
-    ranked = scores if bias is None else scores + bias
-    if experts.num_groups > 1:
-        ranked = ranked.masked_fill(~_in_best_groups(ranked, experts), -torch.inf)
-    chosen = ranked.sort(dim=-1, descending=True, stable=True).indices[:, : experts.num_used]
-    weights = scores.gather(1, chosen)
-    if experts.renormalize:
-        weights = weights / weights.sum(-1, keepdim=True)
-    return chosen, weights * experts.scale
-
-
-def _in_best_groups(ranked: torch.Tensor, experts: ExpertConfig) -> torch.Tensor:
-    """Which experts belong to one of a row's best groups, [N, experts]."""
-    groups = ranked.view(ranked.shape[0], experts.num_groups, -1)
-    best = groups.sort(dim=-1, descending=True).values
-    scores = best[..., :2].sum(-1) if experts.group_score == "top2" else best[..., 0]
-    chosen = scores.sort(dim=-1, descending=True, stable=True).indices[:, : experts.num_used_groups]
-    kept = torch.zeros_like(scores, dtype=torch.bool).scatter_(1, chosen, True)
-    return kept[..., None].expand(groups.shape).reshape(ranked.shape)
-
-
-def sigmoid(x: torch.Tensor) -> torch.Tensor:
-    return x.neg().exp_().add_(1.0).reciprocal_()
-
-
-def softmax(x: torch.Tensor) -> torch.Tensor:
-    weights = (x - x.amax(-1, keepdim=True)).exp_()
-    return weights / weights.sum(-1, keepdim=True)
+def rule_of(experts: ExpertConfig) -> ChoiceRule:
+    return ChoiceRule(
+        experts.num_used, experts.scoring, experts.renormalize, experts.scale, experts.num_groups,
+        experts.num_used_groups, experts.group_score,
+    )  # fmt: skip

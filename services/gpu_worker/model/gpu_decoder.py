@@ -12,14 +12,14 @@ import torch
 import torch.nn.functional as F
 
 from kernels.attention import AttentionBatch, AttentionOptions, attention
-from kernels.gated_activation import gated_activation
 from kernels.kv_cache import KvCache, kv_store
 from kernels.rms_norm import rms_norm
 from kernels.rope import rope_at
 from kernels.softcap import softcap_
 from services.gpu_worker.gpu_inputs import DeviceInputs
 from services.gpu_worker.model.config import LayerKind, ModelConfig, NotOnGpuError
-from services.gpu_worker.model.layers import DecoderWeights, FeedForwardWeights, LayerWeights, Norm
+from services.gpu_worker.model.gpu_feed_forward import gpu_feed_forward
+from services.gpu_worker.model.layers import DecoderWeights, LayerWeights, Norm
 from services.gpu_worker.model.rope import Tables, local_rope_tables, rope_tables
 
 Angles = tuple[torch.Tensor, torch.Tensor]  # cosines and sines of all positions, each float32 [P, R / 2]
@@ -29,10 +29,6 @@ def refuse_unknown(config: ModelConfig) -> None:
     """NotOnGpuError for what the decoder does not compute, by name."""
     if config.latent is not None:
         raise NotOnGpuError("latent attention is not computed on GPUs")
-    parts = {"a mixture of experts": config.experts, "latent attention": config.latent}
-    missing = [what for what, is_there in parts.items() if is_there is not None]
-    if missing:
-        raise NotOnGpuError(f"kernels for GPUs do not compute {', '.join(missing)}")
 
 
 class GpuDecoder:
@@ -62,8 +58,7 @@ class GpuDecoder:
             y = _normed_sum(residual, added, layer.attn_norm)
             added = self._added(self._attention(y, layer, kind, cache, inputs), layer.attn_post_norm)
             y = _normed_sum(residual, added, layer.ffn_norm)
-            assert isinstance(layer.ffn, FeedForwardWeights)
-            added = self._added(self._feed_forward(y, layer.ffn), layer.ffn_post_norm)
+            added = self._added(gpu_feed_forward(y, layer.ffn, config), layer.ffn_post_norm)
         assert added is not None
         rows = inputs.sample_rows
         return self._logits(
@@ -90,12 +85,6 @@ class GpuDecoder:
         kv_store(qk[:, num_heads:], v, cache, inputs.slots)
         out = _attended(qk[:, :num_heads], cache, inputs.batches, self._options[kind.windowed])
         return layer.out(out.view(-1, num_heads * dim))
-
-    def _feed_forward(self, x: torch.Tensor, ffn: FeedForwardWeights) -> torch.Tensor:
-        inner = ffn.into(x)
-        if not self.config.gated:
-            return ffn.down(F.gelu(inner, approximate="tanh"))
-        return ffn.down(gated_activation(inner, self.config.activation))
 
     def _logits(self, x: torch.Tensor) -> torch.Tensor:
         config = self.config

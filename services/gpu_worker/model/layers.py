@@ -15,6 +15,7 @@ from kernels.matmul_dense import DenseWeight, matmul_dense
 from kernels.paged_attention import TilePlan, paged_attention
 from kernels.rms_norm import rms_norm
 from kernels.rope import rope
+from kernels.routing import Routing
 from services.gpu_worker.model.config import LayerKind, ModelConfig
 from services.gpu_worker.step_inputs import StepInputs
 
@@ -23,6 +24,12 @@ class Product(Protocol):
     """x [M, K] -> x W^T and perhaps a bias, [M, N]."""
 
     def __call__(self, x: torch.Tensor, /) -> torch.Tensor: ...
+
+
+class ExpertProduct(Protocol):
+    """x, a row for each token or for each pair of a token and an expert -> a row for each pair."""
+
+    def __call__(self, x: torch.Tensor, routing: Routing, /) -> torch.Tensor: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,12 +64,20 @@ class FeedForwardWeights:
 
 
 @dataclass(frozen=True, slots=True)
+class JoinedExperts:
+    """As `FeedForwardWeights`, of all experts of a layer."""
+
+    into: ExpertProduct
+    down: ExpertProduct
+
+
+@dataclass(frozen=True, slots=True)
 class ExpertWeights:
     """choice_bias: what is added to scores when experts are chosen; shared: what every token passes."""
 
     router: Product
     choice_bias: torch.Tensor | None
-    experts: tuple[FeedForwardWeights, ...]
+    experts: tuple[FeedForwardWeights, ...] | JoinedExperts
     shared: FeedForwardWeights | None
     shared_gate: Product | None
 

@@ -134,13 +134,18 @@ def _ffn(reader: _Reader, config: ModelConfig, at: str, size: int) -> FeedForwar
 def _experts(reader: _Reader, config: ModelConfig, at: str) -> ExpertWeights:
     experts, hidden = config.experts, config.hidden_size
     assert experts is not None
-    size = experts.intermediate_size
+    size, scores = experts.intermediate_size, reader.placement.scores
+    gates = ("gate", "up") if config.gated else ("up",)
+    places = [f"{at}experts.{number}." for number in range(experts.num_experts)]
     return ExpertWeights(
-        router=reader.linear([(f"{at}router", experts.num_experts)], hidden, False),
+        router=scores(reader.weight([(f"{at}router", experts.num_experts)], hidden)),
         choice_bias=reader.read(f"{at}choice.bias", experts.num_experts) if experts.choice_bias else None,
-        experts=tuple(_ffn(reader, config, f"{at}experts.{e}.", size) for e in range(experts.num_experts)),
+        experts=reader.placement.experts(
+            [reader.rows([(place + gate, size) for gate in gates], hidden) for place in places],
+            [reader.rows([(f"{place}down", hidden)], size) for place in places],
+        ),
         shared=_ffn(reader, config, f"{at}shared.", experts.shared_size) if experts.shared_size else None,
-        shared_gate=reader.linear([(f"{at}shared_gate", 1)], hidden, False) if experts.shared_gate else None,
+        shared_gate=scores(reader.weight([(f"{at}shared_gate", 1)], hidden)) if experts.shared_gate else None,
     )
 
 
@@ -151,11 +156,11 @@ def _head(reader: _Reader, config: ModelConfig, embedding: torch.Tensor) -> Prod
     if place not in reader.source.shapes:
         if config.tied is False:
             log.warning("tie_word_embeddings is false but there is no %s: the embedding serves as output head", name)
-        return reader.placement.head(embedding)
+        return reader.placement.scores(embedding)
     head = reader.read(place, config.vocab_size, config.hidden_size)
     if config.tied and not torch.equal(head, embedding):
         log.warning("tie_word_embeddings is true but %s differs from the embedding: it is used", name)
-    return reader.placement.head(head)
+    return reader.placement.scores(head)
 
 
 class TensorLedger:
@@ -223,7 +228,10 @@ class _Reader:
         bias_row = self._fused([(f"{name}.bias", rows) for name, rows in parts], ()) if bias else None
         if order is not None:
             return self.placement.product(self.weight(parts, in_features)[order], bias_row)
-        return self.placement.projection(_Rows(self, parts, in_features), bias_row)
+        return self.placement.projection(self.rows(parts, in_features), bias_row)
+
+    def rows(self, parts: list[tuple[str, int]], in_features: int) -> _Rows:
+        return _Rows(self, parts, in_features)
 
     def stored(self, name: str, shape: tuple[int, int]) -> Coded | torch.Tensor:
         self._ledger.check(name, shape)

@@ -7,7 +7,11 @@ from dataclasses import dataclass
 
 import torch
 
-from kernels.matmul import DeviceWeight, join, matmul, prepare
+from kernels.matmul import DeviceWeight, join, matmul, prepare, stack, values_of
+from kernels.matmul_experts import matmul_experts
+from kernels.matmul_float import FloatWeight
+from kernels.routing import Routing
+from services.gpu_worker.model.layers import JoinedExperts
 from services.gpu_worker.weights.placement import Rows
 
 
@@ -26,6 +30,18 @@ class DeviceLinear:
         return (y if self.bias is None else y + self.bias).to(self.to or x.dtype)
 
 
+@dataclass(frozen=True, slots=True)
+class DeviceExperts:
+    """Weights of all experts, each of one format; of several, an expert's rows follow as in `DeviceLinear`."""
+
+    parts: tuple[DeviceWeight, ...]
+
+    def __call__(self, x: torch.Tensor, routing: Routing) -> torch.Tensor:
+        if len(self.parts) == 1:
+            return matmul_experts(x, self.parts[0], routing)
+        return torch.cat([matmul_experts(x, part, routing) for part in self.parts], 1)
+
+
 class OnDevice:
     """A `Placement`, for products with rows of this type."""
 
@@ -39,15 +55,29 @@ class OnDevice:
         return tensor.to(self._dtype).to(self._device)  # converted first: then no more is copied than is kept
 
     def projection(self, rows: Rows, bias: torch.Tensor | None) -> DeviceLinear:
-        parts = _joined([prepare(part, self._dtype, self._device) for part in rows.stored()])
-        return DeviceLinear(parts, None if bias is None else bias.to(self._device))
+        return DeviceLinear(self._parts(rows), None if bias is None else bias.to(self._device))
 
     def product(self, weight: torch.Tensor, bias: torch.Tensor | None) -> DeviceLinear:
         return DeviceLinear((self._weight(weight),), None if bias is None else bias.to(self._device))
 
-    def head(self, weight: torch.Tensor) -> DeviceLinear:
-        """Logits are float32, not rounded to the type of rows."""
+    def scores(self, weight: torch.Tensor) -> DeviceLinear:
+        """float32, not rounded to the type of rows."""
         return DeviceLinear((self._weight(weight),), to=torch.float32)
+
+    def experts(self, into: Sequence[Rows], down: Sequence[Rows]) -> JoinedExperts:
+        return JoinedExperts(self._stacked(into), self._stacked(down))
+
+    def _stacked(self, experts: Sequence[Rows]) -> DeviceExperts:
+        """Where their formats differ, all become floats."""
+        each = [self._parts(rows) for rows in experts]
+        try:
+            return DeviceExperts(tuple(stack(parts) for parts in zip(*each, strict=True)))
+        except ValueError:
+            rows = [values_of(part).to(self._dtype) for parts in each for part in parts]
+            return DeviceExperts((FloatWeight(torch.cat(rows)),))
+
+    def _parts(self, rows: Rows) -> tuple[DeviceWeight, ...]:
+        return _joined([prepare(part, self._dtype, self._device) for part in rows.stored()])
 
     def _weight(self, weight: torch.Tensor) -> DeviceWeight:
         return prepare(weight.to(self._dtype), self._dtype, self._device)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
 
 from kernels.matmul_dense import DensePacker
-from services.gpu_worker.model.layers import Linear, Product
+from services.gpu_worker.model.layers import FeedForwardWeights, JoinedExperts, Linear, Product
 from services.gpu_worker.weights.source import Coded
 
 
@@ -34,8 +35,12 @@ class Placement(Protocol):
         """Weight [N, K]."""
         ...
 
-    def head(self, weight: torch.Tensor) -> Product:
-        """The output head; weight: perhaps the embedding, which is kept."""
+    def scores(self, weight: torch.Tensor) -> Product:
+        """The output head, or what experts are chosen by: y is float32. weight: may be the embedding, which is kept."""
+        ...
+
+    def experts(self, into: Sequence[Rows], down: Sequence[Rows]) -> tuple[FeedForwardWeights, ...] | JoinedExperts:
+        """Of each expert its `FeedForwardWeights`, without biases."""
         ...
 
 
@@ -54,5 +59,9 @@ class InMemory:
     def product(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
         return Linear(self._packer.pack(weight), bias)
 
-    def head(self, weight: torch.Tensor) -> Linear:
+    def scores(self, weight: torch.Tensor) -> Linear:
         return self.product(weight, None)
+
+    def experts(self, into: Sequence[Rows], down: Sequence[Rows]) -> tuple[FeedForwardWeights, ...]:
+        pairs = zip(into, down, strict=True)
+        return tuple(FeedForwardWeights(self.projection(a, None), self.projection(b, None)) for a, b in pairs)

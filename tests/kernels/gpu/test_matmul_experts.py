@@ -7,7 +7,7 @@ from types import ModuleType
 import pytest
 import torch
 
-from kernels.matmul import DeviceWeight, join, prepare
+from kernels.matmul import DeviceWeight, join, prepare, stack
 from kernels.matmul_experts import (
     add_experts,
     add_experts_reference,
@@ -16,7 +16,7 @@ from kernels.matmul_experts import (
 )
 from kernels.matmul_float import FloatWeight
 from kernels.matmul_w8a8 import ScaledWeight
-from kernels.planar_weight import GroupedCodes, pack_planes
+from kernels.planar_weight import GroupedCodes, pack_planes, unpack_planes
 from kernels.routing import Routing, routing_of
 from kernels.scaled_rows import scale_rows_reference
 from tests.kernels.gpu.checks import assert_rows_alone, randn, same_bits, strided
@@ -95,6 +95,22 @@ def test_splits_are_added_in_one_order(kind: str, split_k: ModuleType, monkeypat
     assert same_bits(matmul_experts(x, weight, routing), apart)
 
 
+@pytest.mark.parametrize("for_pairs", [False, True])
+def test_columns_in_orders_of_the_experts_own(for_pairs: bool) -> None:
+    generator = torch.Generator().manual_seed(0)
+    each = []
+    for expert in range(EXPERTS):
+        order = torch.randperm(256, generator=generator) if expert % 2 else None
+        codes = torch.randint(0, 16, (9, 256), generator=generator).byte()
+        each.append(pack_planes(GroupedCodes(4, codes, torch.rand(9, 2, generator=generator), None, 8, order)))
+    routing = routing_of(chosen_of(7), EXPERTS)
+    x = randn(14 if for_pairs else 7, 256)
+    got = matmul_experts(x, stack(each), routing)
+    for pair, expert in enumerate(routing.chosen.flatten().tolist()):
+        want = unpack_planes(each[expert]) @ x[pair if for_pairs else pair // 2]
+        torch.testing.assert_close(got[pair], want, atol=2e-3, rtol=1e-4)
+
+
 def test_a_token_has_one_result() -> None:
     weight = weight_of("floats", 9, 64)
     weights = torch.rand(4, 2, generator=torch.Generator().manual_seed(0))
@@ -125,5 +141,5 @@ def test_refuses_what_does_not_fit() -> None:
         add_experts(randn(5, 8), torch.zeros(2, 3))
     codes = torch.zeros(EXPERTS, 64, dtype=torch.uint8)
     turned = pack_planes(GroupedCodes(4, codes, torch.ones(EXPERTS, 1), order=torch.arange(64).flip(0)))
-    with pytest.raises(ValueError, match="another order"):
+    with pytest.raises(ValueError, match="not each expert's"):
         matmul_experts(randn(3, 64), turned, routing)
