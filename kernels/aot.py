@@ -2,8 +2,8 @@
 
 What is compiled is what each op's COMPILE_CASES would launch. A row of the table is one kernel for one target, with
 what it takes: registers, shared memory, matrix instructions. The exit status is not 0 if something did not compile,
-spills registers, needs more shared memory than the target has, lacks the matrix instruction that its case names, or
-fuses operations that were to be rounded one by one.
+spills registers, needs more shared memory than the target has, lacks the matrix instruction that its case names,
+fuses operations that were to be rounded one by one, or rounds float32 for the units that multiply.
 Needs a process of its own: a process that interprets kernels cannot compile them.
 """
 
@@ -121,6 +121,8 @@ def compile_launch(op: str, case: str, launch: Launch, target: Target) -> Report
     error = ""
     if launch.options.get("enable_fp_fusion") is False and _fuses(compiled.asm, target):
         error = "a multiplication is fused with an addition"
+    if launch.constants.get("PRECISION") == "ieee" and "tf32" in text:
+        error = "float32 is multiplied in tf32"
     if spills:
         error = f"{spills} {'bytes' if target.backend == 'cuda' else 'registers'} spilled"
     if compiled.metadata.shared > target.shared_bytes:
@@ -166,6 +168,13 @@ def reports_of(todo: list[Task], jobs: int) -> Iterator[list[Report]]:
         yield from pool.map(compile_task, todo)
 
 
+ABOUT = f"""# GPU kernels as they are compiled
+
+Made by `make aot ARGS="--table docs/gpu_kernels.md"` with Triton {triton.__version__}, without a GPU: for each kernel of
+a case registers of a thread, shared memory of a program in KiB, and the matrix instruction. Nothing spills. No time was
+measured.
+"""
+
 HEADER = f"{'kernel':32} {'target':7} {'regs':>4} {'shared':>7} {'mma':10} {'s':>5}  case"
 
 
@@ -175,11 +184,29 @@ def table_row(r: Report) -> str:
     return f"{line}  {r.case.replace('torch.', '')}{'  FAILED: ' + r.error if r.error else ''}"
 
 
+def markdown(reports: Iterable[Report]) -> str:
+    """A row for each kernel of a case, a column for each target."""
+    rows: dict[tuple[str, str], dict[str, str]] = {}
+    for r in reports:
+        parts = [
+            str(r.registers),
+            *([f"{r.shared / KIB:.0f}K"] if r.shared >= KIB else []),
+            *([r.mma] if r.mma else []),
+        ]
+        row = rows.setdefault((r.kernel or r.op, r.case.replace("torch.", "")), {})
+        row[r.target] = r.error or " ".join(parts)
+    lines = [ABOUT, f"| kernel | case | {' | '.join(TARGETS)} |", "|---" * (2 + len(TARGETS)) + "|"]
+    for (kernel, case), row in rows.items():
+        lines.append(f"| `{kernel}` | {case} | {' | '.join(row.get(target, '') for target in TARGETS)} |")
+    return "\n".join(lines) + "\n"
+
+
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m kernels.aot", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("ops", nargs="*", help="ops to compile (all)")
     parser.add_argument("--targets", default=",".join(TARGETS), help="of %(default)s")
     parser.add_argument("--quick", action="store_true", help=f"all cases for {BEST} alone, for others each kernel once")
+    parser.add_argument("--table", type=Path, help="file for the table as markdown, written if all is as it should be")
     parser.add_argument("--jobs", type=int, default=2, help="compilers at a time (%(default)s)")
     options = parser.parse_args(arguments)
     todo = tasks(options.ops or ops(), options.targets.split(","), options.quick)
@@ -192,7 +219,11 @@ def main(arguments: list[str] | None = None) -> int:
     failed = [report for report in reports if report.error]
     seconds = time.perf_counter() - start
     print(f"{len(reports)} kernels compiled in {seconds:.0f} s, {len(failed)} not as they should be")  # noqa: T201
-    return 1 if failed or not reports else 0
+    if failed or not reports:
+        return 1
+    if options.table is not None:
+        options.table.write_text(markdown(reports))
+    return 0
 
 
 if __name__ == "__main__":

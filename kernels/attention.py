@@ -71,8 +71,9 @@ def attention_batch(
 ) -> AttentionBatch:
     """group: query heads that share a KV head. tree: for each row its position and the bits of what it sees.
 
-    fast: tiles are as large as the rows make worth while, and long chunks are not cut into parts. Where rows shall not
-    depend on what is computed beside them, all tiles are alike, since sums over keys may be in another order in others.
+    fast: tiles are as large as the rows make worth while, and long chunks are not cut into parts; not for float32, of
+    which registers hold no such tiles. Where rows shall not depend on what is computed beside them, all tiles are
+    alike, since sums over keys may be in another order in others.
     """
     if any(not 1 <= n <= length for n, length in zip(num_rows, seq_lens, strict=True)):
         raise ValueError(f"attention: {list(num_rows)} rows of sequences of {list(seq_lens)}")

@@ -185,12 +185,14 @@ def attention_triton(
 
 def _shape(q: torch.Tensor, tile_rows: int, padded: int, quantized: bool) -> tuple[int, dict[str, Any]]:
     """Keys of a tile, and warps and tiles in flight, as registers and shared memory allow (found by compiling)."""
-    target = target_of(q)
+    target, floats = target_of(q), q.dtype == torch.float32
     if target.backend == "hip":
-        keys = 32 if quantized or padded > 128 else 64
+        keys = 32 if quantized or padded > 128 or floats else 64
         return keys, {"num_warps": 4, "num_stages": 1 if padded > 128 else 2}
+    if floats:  # multiplied without matrix units, from registers
+        return 16, {"num_warps": 8 if padded <= 128 else 16, "num_stages": 2}
     wide = tile_rows * padded >= 32 * 128 or (quantized and tile_rows * padded >= 16 * 128)
-    stages = 2 if q.dtype == torch.float32 or target.shared_bytes < 128 * KIB else 3
+    stages = 2 if target.shared_bytes < 128 * KIB else 3
     return 64 if padded <= 128 else 32, {"num_warps": 8 if wide else 4, "num_stages": stages}
 
 
@@ -223,7 +225,7 @@ def _case(
         )  # fmt: skip
         return attention(q, KvCache(k, k, scale, scale), batch, options)
 
-    expected = {"sm_80": "mma.sync", "sm_89": "mma.sync", "sm_90": mma, "gfx942": "mfma"}
+    expected = {"sm_80": "mma.sync", "sm_89": "mma.sync", "sm_90": mma, "gfx942": "mfma"} if dtype.itemsize == 2 else {}
     return CompileCase(f"{name}, {num_heads}/{num_kv_heads} heads of {dim}, {cached}", call, expected)
 
 
@@ -236,6 +238,8 @@ COMPILE_CASES = (
     _case("decode", (32, 32), 96),
     _case("decode, window, cap", (16, 8), 256, window=4096, softcap=50.0),
     _case("decode, window, sinks", (64, 8), 64, window=128, sinks=True),
+    _case("decode", cached=torch.float32, dtype=torch.float32),
+    _case("decode", (16, 8), 256, torch.float32, torch.float32),
     _case("draft of 8", rows=8),
     _case("draft of 8", cached=torch.int8, rows=8),
     _case("tree of 16", rows=16, tree=True),

@@ -29,6 +29,16 @@ class Target:
     warp_size: int
     shared_bytes: int  # what one program may use
 
+    @property
+    def multiplies_by_warp(self) -> bool:
+        """Operands and sums of a product lie in a warp's registers, which larger steps overflow."""
+        return isinstance(self.arch, int) and self.arch < 90
+
+    @property
+    def rounds_computed_operands(self) -> bool:
+        """Triton 3.7 multiplies float32 in tf32 here, whatever it is told, where an operand has been computed."""
+        return isinstance(self.arch, int) and self.arch >= 100
+
 
 TARGETS = {
     target.name: target

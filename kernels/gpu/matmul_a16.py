@@ -8,7 +8,8 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.gpu.launch import CompileCase, launch, on_paper
+from kernels.gpu.launch import CompileCase, launch, on_paper, target_of
+from kernels.gpu.matmul_float import matmul_float_triton
 from kernels.gpu.split_k import BEST_MMA, VARYING, Tile, plan_of, program_tile, store_product
 from kernels.matmul_a16 import matmul_a16
 from kernels.planar_weight import TILE, PlanarWeight
@@ -149,7 +150,9 @@ def matmul_a16_triton(
 ) -> torch.Tensor:
     """With routing W has the rows of all experts, and x a row for each token or for each pair."""
     x = x if x.stride(1) == 1 else x.contiguous()
-    shape, columns, rows = _shape(weight), x.shape[1], weight.out_features
+    if x.dtype == torch.float32 and target_of(x).rounds_computed_operands:
+        return matmul_float_triton(x, write_out(weight, x.dtype), bias, to, routing)
+    shape, columns, rows = _shape(weight, x.dtype), x.shape[1], weight.out_features
     thin = shape["PIECE"] <= 16  # then more than 64 rows of W in a program did not compile well
     plan = plan_of(x, rows_of(rows, routing), columns, TILE, to, routing, thin=thin)
     args = (
@@ -163,9 +166,10 @@ def matmul_a16_triton(
     return plan.y
 
 
-def _shape(weight: PlanarWeight) -> dict[str, Any]:
+def _shape(weight: PlanarWeight, dtype: torch.dtype) -> dict[str, Any]:
     low, high = PLANES[weight.bits]
-    piece = min(weight.group, *(TILE * bits // 8 for bits in (low, high) if bits))
+    most = 32 if dtype == torch.float32 or target_of(weight.words).multiplies_by_warp else TILE
+    piece = min(weight.group, most, *(TILE * bits // 8 for bits in (low, high) if bits))
     group = min(weight.group, TILE)
     return {"LOW": low, "HIGH": high, "GROUP": group, "CENTRE": weight.centre, "PIECE": piece, "TILE": TILE}
 
@@ -211,7 +215,7 @@ def write_out(weight: PlanarWeight, dtype: torch.dtype) -> torch.Tensor:
     high = weight.low if weight.high is None else weight.high
     args = (w, weight.low, high, weight.words, rows, columns, max(1, weight.group // TILE))
     grid = (triton.cdiv(columns, TILE), triton.cdiv(rows, 64))
-    launch(_write_out_kernel, grid, args, num_warps=4, ROWS=64, **_shape(weight))
+    launch(_write_out_kernel, grid, args, num_warps=4, ROWS=64, **_shape(weight, dtype))
     return w
 
 
@@ -228,7 +232,7 @@ def _case(
 ) -> CompileCase:  # fmt: skip
     weight, x = on_paper_weight(rows, columns, bits, group, centre), on_paper(num_tokens, columns, dtype=dtype)
     name = f"{num_tokens} x {rows} x {columns} {dtype}, {bits} bits by {group}{', fast' if fast else ''}"
-    return CompileCase(name, lambda: matmul_a16(x, weight, fast=fast), {} if fast else BEST_MMA)
+    return CompileCase(name, lambda: matmul_a16(x, weight, fast=fast), {} if fast or dtype.itemsize > 2 else BEST_MMA)
 
 
 COMPILE_CASES = (
@@ -237,6 +241,8 @@ COMPILE_CASES = (
     _case(64, 4096, 14336, 4, 128),
     _case(8192, 4096, 14336, 4, 128, dtype=torch.float16),
     _case(8192, 4096, 4096, 4, 128, fast=True),
+    _case(1, 4096, 4096, 4, 128, dtype=torch.float32),
+    _case(64, 4096, 4096, 4, 32, dtype=torch.float32),
     _case(1, 4096, 4096, 8, 32, 128),
     _case(64, 4096, 4096, 8, 4096),
     _case(1, 4096, 4096, 4, 32),

@@ -6,12 +6,12 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.gpu.launch import CompileCase, on_paper
+from kernels.gpu.launch import CompileCase, on_paper, target_of
 from kernels.gpu.split_k import BEST_MMA, VARYING, plan_of, program_tile, store_product
 from kernels.matmul_float import FloatWeight, matmul_float
 from kernels.routing import Routing, choices_of, rows_of
 
-COLUMNS = 64  # a step
+COLUMNS = 64  # a step, at most
 
 
 @triton.jit(do_not_specialize=VARYING)
@@ -71,17 +71,29 @@ def matmul_float_triton(
     x = x if x.stride(1) == 1 else x.contiguous()
     weight, columns = weight.contiguous(), x.shape[1]
     plan = plan_of(x, rows_of(weight.shape[0], routing), columns, COLUMNS, to, routing, most=128)
+    step = _step(x)
     plan.launch(
         _matmul_float_kernel, (x, weight, columns, x.stride(0), plan.splits.columns), bias=bias,
-        stage_bytes=(plan.tile.rows + plan.tile.tokens) * COLUMNS * x.element_size(), CHOICES=choices_of(x, routing),
-        COLUMNS=COLUMNS, PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
+        stage_bytes=(plan.tile.rows + plan.tile.tokens) * step * x.element_size(), CHOICES=choices_of(x, routing),
+        COLUMNS=step, PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
     )  # fmt: skip
     return plan.y
 
 
+def _step(x: torch.Tensor) -> int:
+    """Columns, as many as registers allow (found by compiling)."""
+    if x.dtype == torch.float32:
+        return COLUMNS // 4
+    return COLUMNS // 2 if target_of(x).multiplies_by_warp else COLUMNS
+
+
 def _case(num_tokens: int, rows: int, columns: int, dtype: torch.dtype = torch.bfloat16) -> CompileCase:
     x, weight = on_paper(num_tokens, columns, dtype=dtype), FloatWeight(on_paper(rows, columns, dtype=dtype))
-    return CompileCase(f"{num_tokens} x {rows} x {columns} {dtype}", lambda: matmul_float(x, weight), BEST_MMA)
+    return CompileCase(
+        f"{num_tokens} x {rows} x {columns} {dtype}",
+        lambda: matmul_float(x, weight),
+        BEST_MMA if dtype.itemsize == 2 else {},
+    )
 
 
 COMPILE_CASES = (
@@ -91,4 +103,6 @@ COMPILE_CASES = (
     _case(512, 28672, 4096),
     _case(8192, 4096, 14336),
     _case(1, 576, 1536, torch.float16),
+    _case(1, 4096, 4096, torch.float32),
+    _case(8192, 4096, 14336, torch.float32),
 )

@@ -93,8 +93,12 @@ def plan_of(
     y = torch.empty(num_tokens, num_rows, dtype=to, device=x.device)
     splits = splits_of(num_rows, num_columns, unit)
     tokens = min(most, max(16, triton.next_power_of_2(num_tokens))) if routing is None else routing.tile_tokens
-    wide = routing is None and num_tokens > most // 2 and not thin
-    tile = Tile(128, tokens, 8) if wide else Tile(64, tokens, 4)
+    tile = Tile(64, tokens, 4)
+    if x.dtype == torch.float32:  # multiplied without matrix units, from registers
+        tokens = min(tokens, 64)
+        tile = Tile(64, tokens, 8 if tokens == 64 else 4)
+    elif routing is None and num_tokens > most // 2 and not thin:
+        tile = Tile(128, tokens, 8)
     num_tiles = triton.cdiv(num_tokens, tokens) if routing is None else routing.experts.shape[0]
     parts = None
     if splits.count > 1 and num_tiles * triton.cdiv(num_rows, tile.rows) < ENOUGH_UNCUT:

@@ -5,13 +5,18 @@ from __future__ import annotations
 import importlib.util
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+
+from shared.settings import current_environ
+from tests.rules.product import ROOT
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="there is no Triton")
 
 # In a process of its own: this one may have been told to interpret.
 CODE = """
+from pathlib import Path
 import torch
 from kernels import aot
 from kernels.gpu.launch import TARGETS, CompileCase, on_paper, recorded
@@ -29,19 +34,47 @@ assert apart.divisible == {"q_ptr", "scale_ptr", "num_columns"}
 assert one.constants["num_columns"] == one.constants["x_stride"] == 1
 
 aot.cases = lambda op: (case, CompileCase("wants wgmma", case.call, {"sm_90": "wgmma"}))
-assert aot.main(["scaled_rows", "--targets", "sm_90", "--jobs", "1"]) == 1
+assert aot.main(["scaled_rows", "--targets", "sm_90", "--jobs", "1", "--table", "table.md"]) == 1
+assert not Path("table.md").exists()
+aot.cases = lambda op: (case,)
+assert aot.main(["scaled_rows", "--targets", "sm_90,gfx942", "--jobs", "1", "--table", "table.md"]) == 0
+[row] = [line.split(" | ") for line in Path("table.md").read_text().splitlines() if "_scale_rows_kernel" in line]
+assert row[1:4] == ["small", "", ""] and int(row[4].split()[0]) > 0 and not row[5] and int(row[6].split()[0]) > 0, row
 """
 
 
 @pytest.mark.timeout(300)
-def test_compiles_what_is_launched_and_says_what_is_wrong() -> None:
-    done = subprocess.run([sys.executable, "-c", CODE], capture_output=True, text=True, timeout=300)
+def test_compiles_what_is_launched_and_says_what_is_wrong(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", CODE], capture_output=True, text=True, timeout=300, cwd=tmp_path,
+        env=current_environ() | {"PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr
     rows = [line for line in done.stdout.splitlines() if "_scale_rows_kernel" in line]
-    assert [row.split()[1] for row in rows] == ["sm_90", "sm_90"]
+    assert [row.split()[1] for row in rows] == ["sm_90", "sm_90", "sm_90", "gfx942"]
     assert all(int(row.split()[2]) > 0 for row in rows)
     assert "wants wgmma  FAILED: wgmma expected, none found" in done.stdout
-    assert done.stdout.splitlines()[-1].endswith("1 not as they should be")
+    assert "1 not as they should be" in done.stdout
+
+
+ROUNDED = """
+from kernels import aot
+from kernels.gpu.launch import Target
+
+whole = [case for case in aot.cases("matmul_a16") if "float32, 4 bits by 128" in case.name]
+aot.cases = lambda op: whole
+sm_100 = ["matmul_a16", "--targets", "sm_100", "--jobs", "1"]
+assert aot.main(sm_100) == 0
+Target.rounds_computed_operands = False
+assert aot.main(sm_100) == 1
+"""
+
+
+@pytest.mark.timeout(300)
+def test_float32_is_not_multiplied_in_fewer_bits() -> None:
+    done = subprocess.run([sys.executable, "-c", ROUNDED], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert "FAILED: float32 is multiplied in tf32" in done.stdout
 
 
 STEPS = """
