@@ -1,0 +1,90 @@
+"""What a store learns of one tenant's answers, and which of it a worker has not had yet. *Pure.*
+
+A token that follows a context again counts one more, another one two less, until it takes the other's place: so what
+follows in two cases of three stays sure, what has changed is learnt anew, and what nobody asks for gives way to others.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable
+
+from shared.suffix_table import (
+    COUNT_BITS,
+    HEAD_BITS,
+    LENGTHS,
+    MAX_COUNT,
+    MAX_TOKEN_ID,
+    WAYS,
+    SuffixTable,
+    after,
+    hashes,
+    level_of,
+)
+
+CONTRADICTION = 2  # what another token takes off a count
+
+
+class FleetLearner(SuffixTable):
+    """version: of the present state; it rises with every call of `learn`. A line has the version in which something
+    that workers use changed in it last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.version = 0
+        self._versions = array("Q", bytes(8 * self.num_lines))
+
+    @property
+    def num_bytes(self) -> int:
+        return super().num_bytes + len(self._versions) * self._versions.itemsize
+
+    def learn(self, ids: Iterable[int], window: int = 0, num_before: int = 0) -> int:
+        """That these tokens have followed a text, of which num_before tokens are in the window; the window after."""
+        self.version += 1
+        for token_id in ids:
+            if token_id <= MAX_TOKEN_ID:
+                self._note(window, num_before, token_id)
+            window = after(window, token_id)
+            num_before += 1
+        return window
+
+    def _note(self, window: int, num_before: int, token_id: int) -> None:
+        for length, hashed in zip(LENGTHS, hashes(window), strict=True):
+            if num_before < length:
+                continue
+            at = self._find(hashed)
+            if at < 0:
+                self._insert(hashed << HEAD_BITS | token_id << COUNT_BITS | 1)
+                continue
+            old = self.words[at]
+            new = self.words[at] = _counted(old, token_id)
+            if level_of(old & MAX_COUNT) != level_of(new & MAX_COUNT):
+                self._versions[at // WAYS] = self.version
+
+    def changes_since(self, version: int, most_lines: int) -> tuple[array[int], int]:
+        """Entries of lines that have changed after that version, and up to which version those are all; the oldest
+        changes first, of about so many lines at most."""
+        if version >= self.version:
+            return array("Q"), self.version
+        changed = sorted((v, line) for line, v in enumerate(self._versions) if v > version)
+        reached = self.version
+        if len(changed) > most_lines:
+            reached = changed[most_lines - 1][0]
+            changed = [each for each in changed if each[0] <= reached]
+        words = array("Q")
+        for _, line in changed:
+            words += array("Q", (w for w in self.words[line * WAYS : (line + 1) * WAYS] if self._count_in(line, w)))
+        return words, reached
+
+    def _grow(self) -> None:
+        super()._grow()
+        self._versions += self._versions
+
+
+def _counted(word: int, token_id: int) -> int:
+    count = word & MAX_COUNT
+    if word >> COUNT_BITS & MAX_TOKEN_ID == token_id:
+        return word + (count < MAX_COUNT)
+    if count > CONTRADICTION:
+        return word - CONTRADICTION
+    return word >> HEAD_BITS << HEAD_BITS | token_id << COUNT_BITS | 1
