@@ -67,6 +67,7 @@ class SamplingParams(Message):
     ignore_eos: bool = False
     logprobs: int | None = Field(default=None, ge=0, le=20)  # how many alternatives beside the drawn token
     num_speculative_tokens: int | None = Field(default=None, ge=0, le=1 << 24)  # most drafts in a step; None: no limit
+    fleet: bool = True  # drafts from other answers of its tenant, and its answer for theirs
     constraint: Constraint | None = None
 
 

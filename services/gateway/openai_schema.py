@@ -116,10 +116,12 @@ class StreamOptions(BaseModel):
 
 
 class Speculative(BaseModel):
-    """How much is guessed ahead; a request can only lower what the server does."""
+    """How much is guessed ahead; a request can only lower what the server does. fleet: also from other answers of its
+    API key and cache_salt, and from its answer for those."""
 
     model_config = ConfigDict(strict=True, extra="ignore", frozen=True)
     num_speculative_tokens: Annotated[Int, Field(ge=0, le=MAX_TOKENS)] | None = None
+    fleet: SwitchedOn = True
 
 
 class GenerationRequest(Request):

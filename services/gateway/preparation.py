@@ -218,6 +218,7 @@ def _sampling(
         logprobs=_num_logprobs(request),
         constraint=constraint,
         num_speculative_tokens=request.speculative.num_speculative_tokens if request.speculative else None,
+        fleet=request.speculative is None or request.speculative.fleet,
     )
 
 

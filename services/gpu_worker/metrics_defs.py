@@ -81,16 +81,16 @@ class WorkerMetrics:
             self._events.labels(event).inc(self._new(f"event {event}", count))
 
     def _observe_drafts(self, speculator: Speculator) -> None:
-        method, counts = speculator.method, speculator.counts
-        for name, total in (
-            ("num_drafts", counts.num_drafts),
-            ("num_draft_tokens", counts.num_draft_tokens),
-            ("num_accepted_tokens", counts.accepted.total()),
-        ):
-            self._drafts[name].labels(method).inc(self._new(name, total))
-        for position, total in counts.accepted.items():
-            name = f"accepted at {position}"
-            self._drafts["num_accepted_tokens_per_pos"].labels(method, position).inc(self._new(name, total))
+        for method, counts in speculator.counts.items():
+            for name, total in (
+                ("num_drafts", counts.num_drafts),
+                ("num_draft_tokens", counts.num_draft_tokens),
+                ("num_accepted_tokens", counts.accepted.total()),
+            ):
+                self._drafts[name].labels(method).inc(self._new(f"{method} {name}", total))
+            per_position = self._drafts["num_accepted_tokens_per_pos"]
+            for position, total in counts.accepted.items():
+                per_position.labels(method, position).inc(self._new(f"{method} accepted at {position}", total))
 
     def _new(self, name: str, total: float) -> float:
         increment = total - self._seen.get(name, 0.0)

@@ -379,6 +379,7 @@ class RunningSet:
         """Redis says that this place is over; its account is gone already."""
         seq = self._current(sid, epoch)
         if seq is not None:
+            seq.finish = reason
             self._remove(seq, reason)
 
     def release_all(self, kept: Collection[Place] = ()) -> list[Place]:

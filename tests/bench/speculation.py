@@ -85,8 +85,8 @@ class Side:
         return seconds, cpu_s, [answers[f"r{n}.0"] for n in range(len(prompts))]
 
     def drafted(self) -> tuple[int, int]:
-        counts = self._speculator.counts if self._speculator else None
-        return (counts.num_draft_tokens, counts.accepted.total()) if counts else (0, 0)
+        counts = self._speculator.counts.values() if self._speculator else ()
+        return sum(c.num_draft_tokens for c in counts), sum(c.accepted.total() for c in counts)
 
 
 def prompts_of(kind: str, tokenizer: Tokenizer, number: int, rng: random.Random) -> list[list[int]]:

@@ -33,10 +33,14 @@ class Proposer(Protocol):
 
     def append(self, token_id: int) -> None: ...
 
-    def expect(self, count: int) -> None:
-        """The last so many tokens have not come: somebody who should know says that they come now."""
-        ...
-
     def propose(self, most: int) -> Proposal:
         """At most so many drafts of what comes next."""
+        ...
+
+
+class TextProposer(Proposer, Protocol):
+    """Looks in the text itself."""
+
+    def expect(self, count: int) -> None:
+        """The last so many tokens have not come: somebody who should know says that they come now."""
         ...

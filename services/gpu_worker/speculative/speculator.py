@@ -1,7 +1,9 @@
 """Decides what each step drafts, and learns from what came of it. *Pure.*
 
-Every sequence has a proposer, which reads its text, and an estimate of how often that is right. What is drafted for
-all of them together is what makes most tokens a second expected, by what steps have cost (see `choice`).
+Every sequence has proposers, which read its text: one that looks in it, and one that looks in the fleet's statistics
+where there are some. Each has an estimate of its own of how often it is right, and the one that promises more is heard.
+What is drafted for all sequences together is what makes most tokens a second expected, by what steps have cost (see
+`choice`).
 """
 
 from __future__ import annotations
@@ -13,8 +15,10 @@ from dataclasses import dataclass, field
 from services.gpu_worker.batch import Chunk, Drawn, Sequence
 from services.gpu_worker.speculative.acceptance import Acceptance
 from services.gpu_worker.speculative.choice import choose_fairly
+from services.gpu_worker.speculative.fleet import METHOD as FLEET
+from services.gpu_worker.speculative.fleet import Fleet
 from services.gpu_worker.speculative.ngram import NgramProposer
-from services.gpu_worker.speculative.proposer import NOTHING, Proposal, Proposer
+from services.gpu_worker.speculative.proposer import NOTHING, Proposal, Proposer, TextProposer
 from services.gpu_worker.speculative.row_cost import RowCost
 from services.gpu_worker.speculative.suffix import SuffixProposer
 from shared.speculative_config import SpeculativeConfig
@@ -27,12 +31,22 @@ MAX_ALL_INDEXED_TOKENS = 1 << 18  # of all together: the longest gives its own u
 
 
 @dataclass(slots=True)
+class _Source:
+    """A proposer, and how often it is right for its sequence."""
+
+    method: str
+    proposer: Proposer
+    acceptance: Acceptance
+
+
+@dataclass(slots=True)
 class _Guided:
     """A sequence as far as it has been read."""
 
     seq: Sequence
-    proposer: Proposer
-    acceptance: Acceptance
+    own_text: TextProposer
+    sources: list[_Source]
+    method: str  # of the latest proposal
     num_read: int = 0
     num_skipped: int = 0  # of a long prompt's first tokens
     is_given_up: bool = False
@@ -48,22 +62,22 @@ class _Guided:
 
     def read(self, most: int) -> int:
         """Reads on, prompt, prediction, output, so many tokens at most; how many. What is drawn shows how good the
-        proposer is."""
-        seq, propose, append = self.seq, self.proposer.propose, self.proposer.append
+        proposers are."""
+        seq, own_text = self.seq, self.own_text
         num_prompt, num_predicted = seq.num_prompt_tokens, len(seq.prediction)
         count = min(self.num_unread, most)
         for at in range(self.num_read, self.num_read + count):
-            if at < num_prompt:
-                append(seq.token_ids[at])
-            elif at < num_prompt + num_predicted:
-                append(seq.prediction[at - num_prompt])
+            if num_prompt <= at < num_prompt + num_predicted:
+                own_text.append(seq.prediction[at - num_prompt])
                 if at == num_prompt + num_predicted - 1:
-                    self.proposer.expect(num_predicted)
-            else:
-                token_id = seq.token_ids[at - num_predicted]
-                if (guess := propose(1)).ids:
-                    self.acceptance.observe(guess.strengths[0], guess.ids[0] == token_id)
-                append(token_id)
+                    own_text.expect(num_predicted)
+                continue
+            is_drawn = at >= num_prompt
+            token_id = seq.token_ids[at - num_predicted] if is_drawn else seq.token_ids[at]
+            for source in self.sources:
+                if is_drawn and (guess := source.proposer.propose(1)).ids:
+                    source.acceptance.observe(guess.strengths[0], guess.ids[0] == token_id)
+                source.proposer.append(token_id)
         self.num_read += count
         return count
 
@@ -81,19 +95,21 @@ class Counts:
 
 class Speculator:
     """A `Drafter`. cost: what is known of steps already. max_step_s: drafts make no step longer, for those that have
-    none."""
+    none. fleet: what workers have told each other, if they do. counts: by method."""
 
     def __init__(
-        self, config: SpeculativeConfig, cost: RowCost | None = None, *, max_step_s: float = float("inf")
-    ) -> None:
-        self.method = config.method
-        self.counts = Counts()
+        self, config: SpeculativeConfig, cost: RowCost | None = None, *, max_step_s: float = float("inf"),
+        fleet: Fleet | None = None,
+    ) -> None:  # fmt: skip
+        self.fleet = fleet
+        self.counts = {method: Counts() for method in (config.method, *([FLEET] if fleet else []))}
         self._config = config
         self._cost = cost or RowCost()
         self._max_step_s = max_step_s
-        self._acceptance = Acceptance(share_kept=WORKER_SHARE_KEPT)
+        self._acceptances = {method: Acceptance(share_kept=WORKER_SHARE_KEPT) for method in self.counts}
         self._guided: dict[str, _Guided] = {}
         self._drafted: list[_Guided] = []  # in the latest step
+        self._methods: dict[str, str] = {}  # that they are drafted by
 
     def plan(self, chunks: Seq[Chunk], most: Seq[int], num_free: int) -> list[int]:
         return [0] * len(chunks)
@@ -114,6 +130,7 @@ class Speculator:
         num_sampled, num_rows = sum(c.sample for c in chunks), sum(c.count for c in chunks)
         lengths = self._choose(survivals, num_sampled, num_rows, num_free)
         self._drafted = [self._guide(c.seq) for c, length in zip(chunks, lengths, strict=True) if length]
+        self._methods = {guided.seq.sid: guided.method for guided in self._drafted}
         return [proposal.ids[:length] for proposal, length in zip(proposals, lengths, strict=True)]
 
     def _choose(self, survivals: Seq[Seq[float]], num_sampled: int, num_rows: int, num_free: int) -> list[int]:
@@ -134,10 +151,11 @@ class Speculator:
             self._cost.observe(sum(c.num_rows for c in chunks), seconds)
         for chunk, tokens in zip(chunks, drawn, strict=True):
             if chunk.draft_ids:
-                self.counts.num_drafts += 1
-                self.counts.num_draft_tokens += len(chunk.draft_ids)
+                counts = self.counts[self._methods.get(chunk.seq.sid, self._config.method)]
+                counts.num_drafts += 1
+                counts.num_draft_tokens += len(chunk.draft_ids)
                 num_accepted = sum(t.token_id == d for t, d in zip(tokens, chunk.draft_ids, strict=False))
-                self.counts.accepted.update(range(num_accepted))
+                counts.accepted.update(range(num_accepted))
 
     def failed(self) -> None:
         for guided in self._drafted:
@@ -146,6 +164,8 @@ class Speculator:
     def forget(self, seq: Sequence) -> None:
         """It has left."""
         self._guided.pop(seq.sid, None)
+        if self.fleet is not None and self._shares(seq):
+            self.fleet.ended(seq)
 
     def _read(self, sequences: Seq[Sequence]) -> None:
         """On, those with the least to read first."""
@@ -159,7 +179,7 @@ class Speculator:
             self._give_up(max(self._guided.values(), key=lambda g: g.num_indexed))
 
     def _give_up(self, guided: _Guided) -> None:
-        guided.is_given_up, guided.proposer = True, self._new_proposer()
+        guided.is_given_up, guided.own_text, guided.sources = True, self._new_proposer(), []
 
     def _propose(self, seq: Sequence, allowed: int) -> tuple[Proposal, list[float]]:
         """With the chance of each draft that it and all before it are right."""
@@ -169,8 +189,13 @@ class Speculator:
         guided = self._guide(seq)
         if guided.is_given_up or guided.num_unread or len(seq.token_ids) < guided.held_until:
             return NOTHING, []
-        proposal = guided.proposer.propose(most)
-        return proposal, guided.acceptance.survival(proposal.strengths)
+        best: tuple[Proposal, list[float]] = NOTHING, []
+        for source in guided.sources:
+            proposal = source.proposer.propose(most)
+            survival = source.acceptance.survival(proposal.strengths)
+            if sum(survival) > sum(best[1]):
+                best, guided.method = (proposal, survival), source.method
+        return best
 
     def _most(self, seq: Sequence) -> int:
         asked = seq.params.num_speculative_tokens
@@ -181,11 +206,22 @@ class Speculator:
         if guided is None or guided.seq is not seq:
             num_skipped = max(0, seq.num_prompt_tokens + len(seq.prediction) - MAX_INDEXED_TOKENS // 2)
             num_skipped = min(num_skipped, seq.num_prompt_tokens)
-            guided = _Guided(seq, self._new_proposer(), Acceptance(self._acceptance), num_skipped, num_skipped)
+            own_text, method = self._new_proposer(), self._config.method
+            sources = [self._source(method, own_text)]
+            if self.fleet is not None and self._shares(seq):
+                sources.append(self._source(FLEET, self.fleet.proposer(seq)))
+            guided = _Guided(seq, own_text, sources, method, num_skipped, num_skipped)
             self._guided[seq.sid] = guided
         return guided
 
-    def _new_proposer(self) -> Proposer:
+    def _shares(self, seq: Sequence) -> bool:
+        """Its text with others of its tenant, and theirs with it."""
+        return seq.params.fleet and self._most(seq) > 0
+
+    def _source(self, method: str, proposer: Proposer) -> _Source:
+        return _Source(method, proposer, Acceptance(self._acceptances[method]))
+
+    def _new_proposer(self) -> TextProposer:
         if self._config.method == "ngram":
             return NgramProposer(self._config.prompt_lookup_min, self._config.prompt_lookup_max)
         return SuffixProposer()

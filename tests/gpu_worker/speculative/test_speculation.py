@@ -74,7 +74,7 @@ def test_answers_are_the_same_as_without(tmp_path: Path, load: Any, config: Spec
         got, loop = run(engine, texts, params, config, overlap)
         assert got == want
         drafter = loop.running.drafting.drafter
-        assert isinstance(drafter, Speculator) and drafter.counts.accepted.total() > 30
+        assert isinstance(drafter, Speculator) and sum(c.accepted.total() for c in drafter.counts.values()) > 30
         assert loop.num_steps < slow.num_steps
 
 

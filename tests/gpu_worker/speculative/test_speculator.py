@@ -320,7 +320,7 @@ def test_counts_by_position() -> None:
     # of the last two, one ended with its first draft and the other had left
     drawn = [tuple(map(SampledToken, ids)) for ids in ((4, 5, 9), (4, 8), (4,), (4,), ())]
     speculator.observe(chunks, drawn, 0.01)
-    counts = speculator.counts
+    counts = speculator.counts["suffix"]
     assert (counts.num_drafts, counts.num_draft_tokens, counts.accepted) == (4, 8, {0: 3, 1: 1})
 
 
