@@ -38,6 +38,16 @@ _ANNOTATIONS = frozenset((
     "title", "description", "default", "examples", "example", "deprecated", "readOnly", "writeOnly", "$comment",
     "$schema", "$id", "discriminator", "contentMediaType", "contentEncoding",
 ))  # fmt: skip
+# What the library's forms of formats leave open: a 29th of February is in leap years, second 60 at few moments, parts
+# of a mail's address are bounded, and no label of a host has -- at its third place, where codes of other letters do.
+_LEAP_YEAR = "(?:[0-9]{2}(?:0[48]|[2468][048]|[13579][26])|(?:[02468][048]|[13579][26])00)"
+_DATE = f"^(?:[0-9]{{4}}-(?:0[13-9]|1[0-2])|[0-9]{{4}}-02-(?:[01][0-9]|2[0-8])|{_LEAP_YEAR}-02-29)"
+_LABEL = "(?:[^.]{1,2}|[^.]{2}(?:[^.-][^.]{0,60}|-[^.-][^.]{0,59}))"
+_TIME = "[0-9]{2}:[0-9]{2}:[0-5]"
+_NARROWER = {
+    "date": _DATE, "time": f"^{_TIME}", "date-time": f"{_DATE}[^:]*[Tt]{_TIME}",
+    "email": rf"^[^@]{{1,64}}@(?:\[.*\]|{_LABEL}(?:\.{_LABEL})*)$", "hostname": rf"^{_LABEL}(?:\.{_LABEL})*$",
+}  # fmt: skip
 FORMATS = ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri")
 
 
@@ -132,10 +142,27 @@ def json_rule(schema: Schema, param: str, *, compact: bool = False) -> str:
     if schema is False:
         raise BadRequest(f"{param} allows nothing", param=param)
     spaces = {"whitespace_flexible": False} if compact else {"whitespace_pattern": WHITESPACE}
-    text = json.dumps(({} if schema is True else schema) | {"x-guidance": spaces}, ensure_ascii=False)
+    text = json.dumps(({} if schema is True else _narrowed(schema)) | {"x-guidance": spaces}, ensure_ascii=False)
     if len(text) > MAX_SCHEMA_CHARS:
         raise BadRequest(f"{param} is longer than {MAX_SCHEMA_CHARS} characters", param=param)
     return f"%json {text}"
+
+
+def _narrowed(schema: Any) -> Any:
+    """With formats as validators have them."""
+    if not isinstance(schema, dict):
+        return schema
+    made = dict(schema)
+    for keyword, value in schema.items():
+        if keyword in _SCHEMAS_BY_NAME and isinstance(value, dict):
+            made[keyword] = {name: _narrowed(sub) for name, sub in value.items()}
+        elif keyword in _LISTS_OF_SCHEMAS and isinstance(value, list):
+            made[keyword] = [_narrowed(sub) for sub in value]
+        elif keyword in _SCHEMAS:
+            made[keyword] = _narrowed(value)
+    if pattern := _NARROWER.get(schema.get("format", "")):
+        made["allOf"] = [*made.get("allOf", ()), {"pattern": pattern}]
+    return made
 
 
 def _problems(schema: Any, path: str) -> Iterator[tuple[str, str]]:
