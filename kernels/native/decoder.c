@@ -16,10 +16,11 @@ static int is_quantised(const struct linear *l) {
     return 0;
 }
 
-/* Sets how many tiles (or pairs of them) make a piece; the number of pieces. */
+/* Sets how many tiles make a piece; the number of pieces, if possible as many for each thread. */
 static int cut_tiles(struct decoder *d, int tiles) {
-    int size = tiles / (pool_num_threads(d->pool) * 4);
+    int threads = pool_num_threads(d->pool), size = tiles / (threads * 4);
     size = size < 1 ? 1 : size > MAX_TILES_A_PIECE ? MAX_TILES_A_PIECE : size;
+    while (size > 1 && (tiles + size - 1) / size % threads) size--;
     if (tiles / size >= MAX_PIECES) size = tiles / MAX_PIECES + 1;
     d->tiles_a_piece = size;
     return (tiles + size - 1) / size;

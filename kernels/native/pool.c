@@ -1,8 +1,10 @@
 /* Threads that share the work of a step: phases one after the other, each cut into pieces.
 
-   A phase is over when its pieces are done, not when all threads have arrived: a thread that the system has taken off
-   its core delays the one piece it holds, and nothing if it holds none. Whoever finishes a phase's last piece opens
-   the next one. Threads with nothing to do spin for SPIN_NS and then sleep. */
+   Each thread has a share of a phase, pieces that lie side by side, so that it reads on where it has read; when that
+   is done it takes from the others' shares. A phase is over when its pieces are done, not when all threads have
+   arrived: a thread that the system has taken off its core delays the one piece it holds, and nothing if it holds
+   none. Whoever finishes a phase's last piece opens the next one. Threads with nothing to do spin for SPIN_NS and then
+   sleep. */
 #include <pthread.h>
 #include <stdatomic.h>
 #include <stdlib.h>
@@ -20,23 +22,32 @@
 #define RELAX() ((void)0)
 #endif
 
-struct pool {
-    /* Sequence number of the phase (32 bits), its number of runs of pieces (16), the next run to hand out (16). In one
-       word, since a thread must not judge a run of one phase by the size of another. */
+#define OVER 0xffffu /* where a share ends once the task has no more phases */
+
+/* Sequence number of the phase (32 bits), the end of the share (16), its next run of pieces to hand out (16). In one
+   word, since a thread must not judge a run of one phase by the share of another. */
+struct share {
     _Alignas(64) _Atomic uint64_t ticket;
+};
+
+struct pool {
     _Alignas(64) _Atomic uint32_t num_done;
     _Alignas(64) _Atomic uint32_t num_sleeping;
     _Atomic int stopping;
     uint32_t first_phase;  /* sequence number of the task's phase 0 */
+    uint32_t num_runs;     /* of the phase */
     int num_pieces, run;   /* of the phase; so many pieces are handed out together: one, if there are not very many */
     const struct task *task;
     pthread_mutex_t lock;
     pthread_cond_t changed;
     int num_threads;
-    pthread_t threads[];
+    pthread_t *threads;
+    struct share shares[];
 };
 
 static uint32_t phase_of(uint64_t ticket) { return (uint32_t)(ticket >> 32); }
+static uint32_t end_of(uint64_t ticket) { return ticket >> 16 & 0xffff; }
+static uint32_t next_of(uint64_t ticket) { return ticket & 0xffff; }
 
 static int64_t now_ns(void) {
     struct timespec t;
@@ -54,9 +65,17 @@ static void open_phase(struct pool *p, uint32_t phase) {
     }
     p->num_pieces = pieces;
     p->run = (pieces + MAX_HANDED_OUT - 1) / MAX_HANDED_OUT;
-    uint64_t runs = pieces ? (uint64_t)((pieces + p->run - 1) / p->run) : 0;
+    p->num_runs = pieces ? (uint32_t)((pieces + p->run - 1) / p->run) : 0;
     atomic_store(&p->num_done, 0);
-    atomic_store(&p->ticket, (uint64_t)phase << 32 | runs << 16);
+    /* The last share is never empty, so the phase is not over before it is there; and the task is over for its caller
+       only when that is known to all others. */
+    for (int i = 0; pieces && i < p->num_threads; i++) {
+        uint64_t first = (uint64_t)p->num_runs * i / p->num_threads;
+        uint64_t end = (uint64_t)p->num_runs * (i + 1) / p->num_threads;
+        atomic_store(&p->shares[i].ticket, (uint64_t)phase << 32 | end << 16 | first);
+    }
+    for (int i = p->num_threads - 1; !pieces && i >= 0; i--)
+        atomic_store(&p->shares[i].ticket, (uint64_t)phase << 32 | OVER << 16);
     if (atomic_load(&p->num_sleeping)) {
         pthread_mutex_lock(&p->lock);
         pthread_cond_broadcast(&p->changed);
@@ -64,9 +83,10 @@ static void open_phase(struct pool *p, uint32_t phase) {
     }
 }
 
-static void wait_for_other_than(struct pool *p, uint32_t phase) {
+static void wait_for_other_than(struct pool *p, uint32_t phase, int thread) {
+    _Atomic uint64_t *ticket = &p->shares[thread].ticket;
     int64_t until = 0;
-    for (int i = 1; phase_of(atomic_load_explicit(&p->ticket, memory_order_acquire)) == phase; i++) {
+    for (int i = 1; phase_of(atomic_load_explicit(ticket, memory_order_acquire)) == phase; i++) {
         RELAX();
         if (i % 64) continue;
         int64_t now = now_ns();
@@ -74,7 +94,7 @@ static void wait_for_other_than(struct pool *p, uint32_t phase) {
         if (now < until) continue;
         pthread_mutex_lock(&p->lock);
         atomic_fetch_add(&p->num_sleeping, 1);
-        while (phase_of(atomic_load(&p->ticket)) == phase && !atomic_load(&p->stopping))
+        while (phase_of(atomic_load(ticket)) == phase && !atomic_load(&p->stopping))
             pthread_cond_wait(&p->changed, &p->lock);
         atomic_fetch_sub(&p->num_sleeping, 1);
         pthread_mutex_unlock(&p->lock);
@@ -88,19 +108,29 @@ static void run_pieces(struct pool *p, int phase, int run, int thread) {
     for (int piece = first; piece < end; piece++) task->run(task->context, phase, piece, thread);
 }
 
+/* Takes a run of this thread's share, or of another's, and runs it; 0 if all are handed out. */
+static int take_run(struct pool *p, int thread) {
+    for (int i = 0; i < p->num_threads; i++) {
+        struct share *share = &p->shares[(thread + i) % p->num_threads];
+        uint64_t seen = atomic_load(&share->ticket);
+        if (next_of(seen) >= end_of(seen) || end_of(seen) == OVER) continue;
+        uint64_t ticket = atomic_fetch_add(&share->ticket, 1);
+        uint32_t phase = phase_of(ticket), end = end_of(ticket), run = next_of(ticket);
+        if (run >= end || end == OVER) continue;
+        run_pieces(p, (int)(phase - p->first_phase), (int)run, thread);
+        uint32_t runs = p->num_runs; /* of this phase, which is not over before the next line */
+        if (atomic_fetch_add(&p->num_done, 1) + 1 == runs) open_phase(p, phase + 1);
+        return 1;
+    }
+    return 0;
+}
+
 /* Takes pieces until the present task is over; the number of the phase after its last one. */
 static uint32_t work(struct pool *p, int thread) {
     for (;;) {
-        uint64_t ticket = atomic_fetch_add(&p->ticket, 1);
-        uint32_t phase = phase_of(ticket), runs = ticket >> 16 & 0xffff, run = ticket & 0xffff;
-        if (run < runs) {
-            run_pieces(p, (int)(phase - p->first_phase), (int)run, thread);
-            if (atomic_fetch_add(&p->num_done, 1) + 1 == runs) open_phase(p, phase + 1);
-        } else if (runs == 0) {
-            return phase;
-        } else {
-            wait_for_other_than(p, phase);
-        }
+        uint64_t own = atomic_load(&p->shares[thread].ticket);
+        if (end_of(own) == OVER) return phase_of(own);
+        if (!take_run(p, thread)) wait_for_other_than(p, phase_of(own), thread);
     }
 }
 
@@ -112,13 +142,14 @@ struct start {
 static void *run_thread(void *argument) {
     struct start start = *(struct start *)argument;
     free(argument);
-    while (!atomic_load(&start.pool->stopping)) wait_for_other_than(start.pool, work(start.pool, start.thread));
+    while (!atomic_load(&start.pool->stopping))
+        wait_for_other_than(start.pool, work(start.pool, start.thread), start.thread);
     return NULL;
 }
 
 /* Runs a task on the caller's thread and the pool's; one task at a time. */
 void pool_run(struct pool *p, const struct task *task) {
-    uint32_t phase = phase_of(atomic_load(&p->ticket)) + 1;
+    uint32_t phase = phase_of(atomic_load(&p->shares[0].ticket)) + 1;
     p->task = task;
     p->first_phase = phase;
     open_phase(p, phase);
@@ -129,10 +160,14 @@ int pool_num_threads(const struct pool *p) { return p->num_threads; }
 
 /* num_threads counts the caller's; fewer if the system gives no more. Null if there is no memory. */
 EXPORT struct pool *headrace_pool_new(int num_threads) {
-    size_t size = up_to(sizeof(struct pool) + sizeof(pthread_t) * (size_t)num_threads, 64);
-    struct pool *p = aligned_alloc(64, size);
+    struct pool *p = aligned_alloc(64, sizeof(struct pool) + sizeof(struct share) * (size_t)num_threads);
     if (!p) return NULL;
-    atomic_init(&p->ticket, 0);
+    p->threads = malloc(sizeof(pthread_t) * (size_t)num_threads);
+    if (!p->threads) {
+        free(p);
+        return NULL;
+    }
+    for (int i = 0; i < num_threads; i++) atomic_init(&p->shares[i].ticket, (uint64_t)OVER << 16);
     atomic_init(&p->num_done, 0);
     atomic_init(&p->num_sleeping, 0);
     atomic_init(&p->stopping, 0);
@@ -158,5 +193,6 @@ EXPORT void headrace_pool_free(struct pool *p) {
     pthread_cond_broadcast(&p->changed);
     pthread_mutex_unlock(&p->lock);
     for (int i = 1; i < p->num_threads; i++) pthread_join(p->threads[i], NULL);
+    free(p->threads);
     free(p);
 }
