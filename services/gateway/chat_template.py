@@ -9,6 +9,7 @@ memory are bounded by where this runs (`template_process.py`), and it runs nowhe
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from functools import lru_cache
@@ -26,6 +27,8 @@ from services.gateway.errors import BadRequest
 MAX_OUTPUT_CHARS = 1 << 24
 MAX_RANGE_STEPS = 1 << 20  # of all ranges in one rendering
 MAX_REPEATED_ITEMS = 1 << 20  # result of multiplying a text or a list
+_BLOCKS = re.compile(r"\{[{%](.*?)[%}]\}", re.DOTALL)
+_TEXTS = re.compile(r"'(?:\\.|[^'\\])*'|\"(?:\\.|[^\"\\])*\"")
 _END_MARK = "\ue000end of the text to go on with\ue001"  # characters that no language has
 CANNOT_RENDER = "the model's chat template cannot render these messages"
 
@@ -58,13 +61,24 @@ def render(
     variables: dict[str, Any] = {
         **(special_tokens or {}),
         **(values or {}),
-        "messages": _adapted(source, messages, tools),
         "add_generation_prompt": add_generation_prompt,
         "tools": list(tools) or None,
         "documents": None,
         "range": _bounded_range(),
         "strftime_now": now.strftime,
     }
+    adapted = _adapted(source, messages, tools)
+    try:
+        text = _rendered(source, variables | {"messages": adapted})
+    except ChatTemplateError:
+        plain = _in_two_roles(source, messages, tools)
+        if plain == adapted:
+            raise
+        text = _rendered(source, variables | {"messages": plain, "range": _bounded_range()})
+    return _cut_at_end_mark(text) if continue_final_message else text
+
+
+def _rendered(source: str, variables: Mapping[str, Any]) -> str:
     pieces: list[str] = []
     num_chars = 0
     try:
@@ -77,8 +91,14 @@ def render(
         raise
     except Exception as e:  # a template can raise whatever an expression can
         raise ChatTemplateError(CANNOT_RENDER, param="messages") from e
-    text = "".join(pieces)
-    return _cut_at_end_mark(text) if continue_final_message else text
+    return "".join(pieces)
+
+
+@lru_cache(maxsize=64)
+def reads(source: str, name: str) -> bool:
+    """Whether the template has a variable of this name, and not merely a text or a message's part that is called so."""
+    codes = (_TEXTS.sub("''", block) for block in _BLOCKS.findall(source))
+    return any(re.search(rf"(?<![.\w]){name}\b", code) for code in codes)
 
 
 def check(source: str) -> None:
@@ -103,7 +123,7 @@ def _cut_at_end_mark(text: str) -> str:
 
 
 def _adapted(source: str, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> list[Message]:
-    if tools and "tools" not in source:
+    if tools and not reads(source, "tools"):
         messages = _with_description(messages, tools)
     knows_developer, knows_tool_calls = "developer" in source, "tool_calls" in source
     adapted = []
@@ -118,17 +138,40 @@ def _adapted(source: str, messages: Sequence[Message], tools: Sequence[Mapping[s
     return adapted
 
 
+def _in_two_roles(source: str, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> list[Message]:
+    """For templates that refuse what they do not know: what tools there are and what they gave is said by the user."""
+    adapted = _adapted(source, messages, ())
+    if tools and not reads(source, "tools"):
+        first = next((i for i, message in enumerate(adapted) if message["role"] == "user"), None)
+        if first is not None:
+            content = f"{_description(tools)}\n\n{adapted[first]['content']}"
+            adapted[first] = adapted[first] | {"content": content}
+    if "'tool'" in source or '"tool"' in source:
+        return adapted
+    turns: list[Message] = []
+    for message, last in zip(adapted, [None, *(m["role"] for m in adapted)], strict=False):
+        if message["role"] == "tool" == last:
+            turns[-1] = turns[-1] | {"content": f"{turns[-1]['content']}\n{message['content']}"}
+        else:
+            turns.append(message | {"role": "user"} if message["role"] == "tool" else message)
+    return turns
+
+
 def _with_description(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> list[Message]:
-    """What a template that knows no tools can show of them; calls have the form of `tool_formats`' generic row."""
-    functions = "\n".join(_to_json(tool["function"]) for tool in tools)
-    text = (
-        f"You can call these functions:\n{functions}\nTo call some, answer with nothing but "
-        '{"tool_calls": [{"name": "the function\'s name", "arguments": {}}]}'
-    )
+    text = _description(tools)
     first = messages[0]
     if first["role"] in ("system", "developer"):
         return [first | {"content": f"{first['content']}\n\n{text}"}, *messages[1:]]
     return [{"role": "system", "content": text}, *messages]
+
+
+def _description(tools: Sequence[Mapping[str, Any]]) -> str:
+    """What a template that knows no tools can show of them; calls have the form of `tool_formats`' generic row."""
+    functions = "\n".join(_to_json(tool["function"]) for tool in tools)
+    return (
+        f"You can call these functions:\n{functions}\nTo call some, answer with nothing but "
+        '{"tool_calls": [{"name": "the function\'s name", "arguments": {}}]}'
+    )
 
 
 class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):

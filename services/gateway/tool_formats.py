@@ -12,6 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from services.gateway import chat_template
+
 ID_CHARS = 24
 
 
@@ -22,7 +24,7 @@ class ToolFormat:
 
     body: a call is an object with `name` and the arguments under arguments_key, perhaps several in a list (json); or
     name_before, name, name_end, the arguments (named); or a list of Python calls (pythonic). signs: texts of which one
-    stands in the templates of such models. id_chars: how long ids of calls are.
+    stands in the templates of such models, and none of `unless`. id_chars: how long ids of calls are.
 
     before, between, after: what stands around all calls, call_before and call_after around each, where an answer is
     made to have some; is_written: whether answers are made in this form.
@@ -44,6 +46,7 @@ class ToolFormat:
     between: str = ""
     after: str = ""
     is_written: bool = True
+    unless: tuple[str, ...] = ()
 
     @property
     def marks(self) -> tuple[str, ...]:
@@ -58,8 +61,9 @@ _CALL, _SEP, _END_CALL = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<
 # the first whose sign stands in the template; names are vLLM's where it has one
 FORMATS: tuple[ToolFormat, ...] = (
     ToolFormat("pythonic", ("[func_name1(",), body="pythonic", is_written=False),  # templates show calls as JSON too
-    ToolFormat("deepseek_v31", (f"{_SEP}' +", f"{_SEP}'+", f"{_SEP}{{"), (_CALL,), (_END_CALL, _END_CALLS), (_CALLS,),
-               "named", name_end=_SEP, before=_CALLS, call_before=_CALL, call_after=_END_CALL, after=_END_CALLS),
+    ToolFormat("deepseek_v31", (_SEP,), (_CALL,), (_END_CALL, _END_CALLS), (_CALLS,), "named", name_end=_SEP,
+               before=_CALLS, call_before=_CALL, call_after=_END_CALL, after=_END_CALLS,
+               unless=("```json", f"function{_SEP}")),
     ToolFormat("deepseek_v3", (_SEP,), (_CALL,), ("\n```", _END_CALL, _END_CALLS), (_CALLS,), "named",
                name_before=f"function{_SEP}", name_end="\n```json\n", before=_CALLS, call_before=_CALL,
                call_after=f"\n```{_END_CALL}", between="\n", after=_END_CALLS),
@@ -77,10 +81,11 @@ BY_NAME = {row.name: row for row in FORMATS}
 
 
 def of_template(source: str) -> ToolFormat:
-    """`generic` where the template says nothing of tools."""
-    if "tools" not in source:
+    """`generic` where the template is told nothing of tools."""
+    if not chat_template.reads(source, "tools"):
         return BY_NAME["generic"]
-    return next((row for row in FORMATS if any(sign in source for sign in row.signs)), BY_NAME["generic"])
+    shown = (row for row in FORMATS if any(sign in source for sign in row.signs))
+    return next((row for row in shown if not any(sign in source for sign in row.unless)), BY_NAME["generic"])
 
 
 def id_chars(name: str) -> int:
