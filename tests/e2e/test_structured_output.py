@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -52,7 +53,8 @@ async def test_choices_seeds_logprobs_and_stops_as_always(client: Client) -> Non
     for choice in streamed.choices.values():
         if choice.finish_reason == "stop":
             assert jsonschema_rs.validator_for(PERSON).is_valid(json.loads(choice.text))
-    cut = await client.ask(plain("several", 300, stop=['"age"'], **by_schema(PERSON)))
+    compact = {"structured_outputs": {"json": PERSON, "disable_any_whitespace": True}}
+    cut = await client.ask(plain("several", 300, stop=['"age"'], **compact))
     assert cut.choices[0].finish_reason == "stop" and cut.text.rstrip().endswith(",")
 
 
@@ -84,6 +86,20 @@ async def test_what_cannot_be_kept_is_refused_at_once(client: Client) -> None:
     ):  # fmt: skip
         answer = await client.ask(plain("x", 4, **fields))
         assert answer.status == 400 and answer.error and answer.error["param"] == param, answer.error
+
+
+async def test_tools_and_json_keywords_that_cannot_be_kept_are_refused_within_a_second(client: Client) -> None:
+    for keyword in (
+        "not", "if", "then", "else", "contains", "minContains", "maxContains", "uniqueItems", "propertyNames",
+        "dependentRequired", "dependentSchemas", "dependencies", "unevaluatedItems", "unevaluatedProperties",
+        "additionalItems", "$anchor", "$dynamicRef", "contentSchema", "unheardOf",
+    ):  # fmt: skip
+        began = time.perf_counter()
+        answer = await client.ask(plain("x", 4, **by_schema({"anyOf": [{keyword: {}}, {}]})))
+        took_s = time.perf_counter() - began
+        assert answer.status == 400 and answer.error and answer.error["code"] == "unsupported_schema", keyword
+        assert answer.error["param"] == f"response_format.json_schema.schema.anyOf[0].{keyword}"
+        assert took_s < 1, (keyword, took_s)
 
 
 async def test_bad_words_and_allowed_tokens(client: Client) -> None:
