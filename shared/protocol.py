@@ -66,6 +66,7 @@ class SamplingParams(Message):
     stop_token_ids: tuple[TokenId, ...] = Field(default=(), max_length=128)  # EOS included unless ignore_eos
     ignore_eos: bool = False
     logprobs: int | None = Field(default=None, ge=0, le=20)  # how many alternatives beside the drawn token
+    prompt_logprobs: int | None = Field(default=None, ge=0, le=20)  # the same for the prompt's tokens but the first
     num_speculative_tokens: int | None = Field(default=None, ge=0, le=1 << 24)  # most drafts in a step; None: no limit
     fleet: bool = True  # drafts from other answers of its tenant, and its answer for theirs
     constraint: Constraint | None = None
@@ -87,6 +88,11 @@ class TextParams(Message):
         default=None, ge=1, le=MAX_CHOICES
     )  # of each prompt's choices, the likeliest; None: all
     hides_logprobs: bool = False  # they are there to tell which are likeliest
+    prompt_logprobs: int | None = Field(
+        default=None, ge=0, le=20
+    )  # shown by themselves; an echo shows those of logprobs
+    return_token_ids: bool = False
+    return_tokens_as_token_ids: bool = False
     created: int = 0  # seconds, for display only
     system_fingerprint: str = ""
     tool_format: str = ""  # how calls of tools are written; empty: none are looked for
@@ -123,16 +129,28 @@ class RequestSpec(Message):
     num_prompts: int = Field(default=1, ge=1, le=MAX_CHOICES)  # of the call, each with a record of its own
     prediction: bytes = Field(default=b"", max_length=4 * MAX_PREDICTION_TOKENS)  # packed ids that are expected
 
+    @property
+    def log_start(self) -> int:
+        return log_start(self.sampling, self.num_prompt_tokens)
+
+
+def log_start(sampling: SamplingParams, num_prompt_tokens: int) -> int:
+    """The position at which the token logs of a request begin: 0, or, where log-probabilities of the prompt are asked
+    for, below it by the number of tokens that have one. The first has none."""
+    return 0 if sampling.prompt_logprobs is None else 1 - num_prompt_tokens
+
 
 # --- the token log ----------------------------------------------------------------------------------------------
 
 
 class TokenChunk(Message):
-    """Tokens committed together. `first` is the position of the first among the output tokens.
+    """Tokens committed together. `first` is the position of the first among the output tokens; those of the prompt, of
+    which only log-probabilities are news, lie before 0, -1 being the last, and never in one chunk with others.
 
-    logprobs: one (logprob, ((token id, logprob), ...)) a token, or None. `finish` (stop or length) ends the sequence
-    after this chunk; of an error the outcome alone tells, since a client must not take it for an ending.
-    cached_tokens is set in the chunk with the first token: prompt tokens whose KV came from the prefix cache.
+    logprobs: one (logprob, ((token id, logprob), ...)) a token, or None. ranks: of the prompt's tokens, among all by
+    log-probability; 1 is the best. `finish` (stop or length) ends the sequence after this chunk; of an error the
+    outcome alone tells, since a client must not take it for an ending. cached_tokens is set in the chunk with the first
+    token: prompt tokens whose KV came from the prefix cache.
     """
 
     TAG: ClassVar[str] = "chunk"
@@ -141,30 +159,40 @@ class TokenChunk(Message):
     logprobs: tuple[tuple[float, tuple[tuple[int, float], ...]], ...] | None = None
     finish: str = ""
     cached_tokens: int = 0
+    ranks: tuple[int, ...] | None = None
 
     def after(self, position: int) -> Self:
         """The part from a position within it on."""
         skipped = position - self.first
         logprobs = None if self.logprobs is None else self.logprobs[skipped:]
-        return self.model_copy(update={"first": position, "ids": self.ids[skipped:], "logprobs": logprobs})
+        ranks = None if self.ranks is None else self.ranks[skipped:]
+        return self.model_copy(
+            update={"first": position, "ids": self.ids[skipped:], "logprobs": logprobs, "ranks": ranks}
+        )
 
     def to_wire(self) -> Any:
         logprobs = None if self.logprobs is None else _floats(self.logprobs)
-        return (self.first, pack_ids(self.ids), logprobs, self.finish, self.cached_tokens)
+        head = (self.first, pack_ids(self.ids), logprobs, self.finish, self.cached_tokens)
+        return head if self.ranks is None else (*head, pack_ids(self.ranks))
 
     @classmethod
     def from_wire(cls, fields: Any) -> Self:
         first, ids, logprobs, finish, cached_tokens = fields[:5]
         if (type(first), type(ids), type(finish), type(cached_tokens)) != (int, bytes, str, int):
             raise ProtocolError("wrong field types")
-        if first < 0:
-            raise ProtocolError("chunk: before the first token")
         if logprobs is not None:
             logprobs = tuple(map(_token_logprob, logprobs))
         unpacked = tuple(unpack_ids(ids))
         if logprobs is not None and len(logprobs) != len(unpacked):
             raise ProtocolError("chunk: one log-probability a token")
-        return cls.unchecked(first=first, ids=unpacked, logprobs=logprobs, finish=finish, cached_tokens=cached_tokens)
+        ranks = None
+        if first < 0:
+            ranks = tuple(unpack_ids(fields[5] if len(fields) > 5 else b""))
+            if first + len(unpacked) > 0 or logprobs is None or len(ranks) != len(unpacked):
+                raise ProtocolError("chunk: before the first token are the prompt's log-probabilities and nothing else")
+        return cls.unchecked(
+            first=first, ids=unpacked, logprobs=logprobs, finish=finish, cached_tokens=cached_tokens, ranks=ranks
+        )
 
 
 def _token_logprob(fields: Any) -> tuple[float, tuple[tuple[int, float], ...]]:

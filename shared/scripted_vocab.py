@@ -50,6 +50,11 @@ def next_token(ids: Sequence[int], num_prompt_tokens: int, seed: int = 0, choice
     return ALPHABET[(zlib.crc32(pack_ids(words)) * 0x9E3779B1 & 0xFFFFFFFF) * len(ALPHABET) >> 32]
 
 
+def rank(ids: Sequence[int]) -> int:
+    """Of the last token of a part of a prompt: 1 is the likeliest. Its log-probability is -rank / 4."""
+    return zlib.crc32(pack_ids([*ids[-NUM_CONTEXT_TOKENS:], len(ids)])) % 6 + 1
+
+
 def answer(prompt_ids: Sequence[int], num_tokens: int, seed: int = 0, choice: int = 0) -> list[int]:
     """The first num_tokens tokens drawn after a prompt, not stopping anywhere."""
     ids = list(prompt_ids)

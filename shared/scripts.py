@@ -163,7 +163,7 @@ class Scripts:
         args += [limits.queue_ms, limits.first_token_ms, limits.total_ms, repeat.key, len(fields)]
         args += [arg for field in fields.items() for arg in field]
         for spec, prompt in requests:
-            args += (spec.rid, spec.num_choices, spec.num_prompt_tokens, prompt, encode(spec))
+            args += (spec.rid, spec.num_choices, spec.num_prompt_tokens, prompt, encode(spec), spec.log_start)
         status, *numbers, rid = await self._run("admit", *args)
         return replace(Admission(status.decode(), *numbers), rid=rid.decode(), key_limits=key_limits)
 
@@ -213,7 +213,7 @@ class Scripts:
 
     async def retry(self, rid: str, spec: RequestSpec, strikes: int, resume_ms: int) -> str:
         """ok | exists | gone. Runs a request again as spec.rid, which nobody reads, for at most resume_ms."""
-        return str((await self._run("retry", rid, spec.rid, encode(spec), strikes, resume_ms)).decode())
+        return str((await self._run("retry", rid, spec.rid, encode(spec), strikes, resume_ms, spec.log_start)).decode())
 
     async def restore(
         self, spec: RequestSpec, prompt: bytes, choices: Sequence[RestoredChoice], *, gateway: str, attach: int,
@@ -224,7 +224,7 @@ class Scripts:
         args += [spec.time_limits.total_ms, spec.num_prompt_tokens, prompt, encode(spec), len(choices), repeat.key]
         for choice in choices:
             outcome = encode(choice.outcome) if choice.outcome is not None else b""
-            args += [outcome, sum(len(chunk.ids) for chunk in choice.chunks), len(choice.chunks)]
+            args += [outcome, spec.log_start + sum(len(chunk.ids) for chunk in choice.chunks), len(choice.chunks)]
             args += [encode(chunk) for chunk in choice.chunks]
         return bool(await self._run("restore", *args))
 

@@ -17,10 +17,12 @@ from services.gateway.choice_stream import Delta
 from services.gateway.errors import ApiError, error_body
 from services.gateway.generation import Generation
 from services.gateway.http_server import json_response
+from services.gateway.logprob_format import Json, TokenDetails
 from services.gateway.middleware import ADMISSION
-from services.gateway.responses import ChoiceResult, Json, ResponseBuilder, usage
+from services.gateway.responses import ChoiceResult, ResponseBuilder, usage
 from services.gateway.state import GatewayState
 from services.gateway.tokenization import Tokenizer
+from shared.protocol import SamplingParams, TextParams
 
 log = logging.getLogger(__name__)
 
@@ -53,7 +55,15 @@ def _builder(state: GatewayState, tokenizer: Tokenizer, generation: Generation) 
         text.api, tokenizer, id=f"{kind}-{generation.rid}", model=state.model, created=text.created,
         with_logprobs=sampling.logprobs is not None and not text.hides_logprobs, include_usage=text.include_usage,
         system_fingerprint=text.system_fingerprint or None,
+        details=_details(text, sampling),
         call_id_chars=tool_formats.id_chars(text.tool_format), may_call=bool(text.tool_format),
+    )  # fmt: skip
+
+
+def _details(text: TextParams, sampling: SamplingParams) -> TokenDetails:
+    return TokenDetails(
+        num_echoed=sampling.logprobs if text.echo and not text.hides_logprobs else None,
+        num_prompt=text.prompt_logprobs, as_ids=text.return_tokens_as_token_ids, with_ids=text.return_token_ids,
     )  # fmt: skip
 
 
@@ -72,9 +82,10 @@ class Answer:
         self._generation = generation
         self._builder = builder
         self._places = list(generation.places)  # None: the client has nothing of the choice
+        self._prompt_ids = [prompt.ids for prompt in generation.prompts for _ in range(prompt.num_choices)]
 
     async def whole(self) -> web.Response:
-        results = [ChoiceResult(self._builder) for _ in self._generation.choices]
+        results = [ChoiceResult(self._builder, ids) for ids in self._prompt_ids]
         while self._generation.is_running:
             for index, delta in await self._generation.next():
                 results[index].add([delta])
@@ -125,8 +136,8 @@ class Answer:
         """All that is new in one piece, for one write."""
         events = self._openings()
         for index, delta in deltas:
+            chunk = self._builder.chunk(index, delta, self._prompt_ids[index] if self._places[index] is None else None)
             self._places[index] = sse.Place(delta.position, delta.finish_reason is not None)
-            chunk = self._builder.chunk(index, delta)
             if self._generation.prompts[0].text.continuous_usage:
                 chunk["usage"] = self._usage()
             events.append(sse.event(chunk, self._event_id()))
@@ -137,7 +148,7 @@ class Answer:
         stream helper puts choices together by appending them as they come."""
         events = []
         for index, place in enumerate(self._places):
-            if place is None and (opening := self._builder.opening(index)) is not None:
+            if place is None and (opening := self._builder.opening(index, self._prompt_ids[index])):
                 self._places[index] = sse.Place(0)
                 events.append(sse.event(opening, self._event_id()))
         return events

@@ -138,7 +138,7 @@ class Generation:
             for number, first, prompt in open_prompts:
                 request = await self._inflight.attach(
                     prompt_rid(self.rid, number), prompt.num_choices, self._wake, resume_ms=self._caller.resume_ms,
-                    shared=bool(self._caller.repeat.body_digest),
+                    shared=bool(self._caller.repeat.body_digest), log_start=prompt.log_start,
                 )  # fmt: skip
                 self._requests.append((first, request))
                 self._num_running += prompt.num_choices
@@ -273,7 +273,7 @@ class Generation:
     def _choice_ended(self, index: int, *, is_news: bool) -> None:
         self._num_running -= 1
         choice, place = self.choices[index], self.places[index]
-        if place is not None and place.position > choice.num_tokens:
+        if place is not None and place.position > choice.position:
             self._failures.append(resuming.beyond_the_end())
         if not is_news:
             return

@@ -12,6 +12,7 @@ import logging
 import re
 import time
 from collections.abc import Callable, Coroutine
+from functools import partial
 from typing import Any, TypeVar
 
 from redis.asyncio import Redis
@@ -33,7 +34,6 @@ log = logging.getLogger(__name__)
 
 RETRY_TAKE_S = 0.25
 SEQUENCE_ID = re.compile(rb"[\w-]+\.\d+")
-
 T = TypeVar("T")
 
 
@@ -63,8 +63,8 @@ class Inflight:
         self._attaching = Attaching(scripts, records, self._table, self._owed, lambda: self.incarnation)
         self._tasks: set[asyncio.Task[Any]] = set()
 
-    def _new_membership(self, incarnation: str = "") -> Membership:
-        member = Member(kind="gateway", incarnation=incarnation or new_incarnation("gateway"))
+    def _new_membership(self, name: str = "") -> Membership:
+        member = Member(kind="gateway", incarnation=name or new_incarnation("gateway"))
         return Membership(self._scripts, member, [f"out:{member.incarnation}"])
 
     @property
@@ -72,8 +72,7 @@ class Inflight:
         return self._membership.incarnation
 
     @property
-    def requests(self) -> list[OpenRequest]:
-        """Those that are open."""
+    def requests(self) -> list[OpenRequest]:  # that are open
         return self._table.all()
 
     async def idle(self) -> None:
@@ -91,8 +90,9 @@ class Inflight:
         The caller owes each a `close` or `client_left`, unless this raises. A caller that is cancelled here owes none:
         the admission is awaited by a task of its own, since only its answer tells what there is to cancel.
         """
-        options: dict[str, Any] = {"resume_ms": resume_ms, "shared": bool(repeat.key)}
-        requests = [OpenRequest(spec.rid, spec.num_choices, self.incarnation, wake, **options) for spec, _ in specs]
+
+        opened = partial(OpenRequest, gateway=self.incarnation, wake=wake, resume_ms=resume_ms, shared=bool(repeat.key))
+        requests = [opened(spec.rid, spec.num_choices, log_start=spec.log_start) for spec, _ in specs]
         try:
             await self._detached(self._admit(requests, specs, owner, repeat))
         except asyncio.CancelledError:
@@ -104,11 +104,13 @@ class Inflight:
         return requests
 
     async def attach(
-        self, rid: str, num_choices: int, wake: asyncio.Event, *, resume_ms: int = 0, shared: bool = False
-    ) -> OpenRequest:
-        """Takes up a request for a client; see `OpenRequest` for resume_ms and shared. RequestLost: the record has
-        expired. Moved: another attach came later. TryLater when Redis does not answer."""
-        request = OpenRequest(rid, num_choices, self.incarnation, wake, attach=0, resume_ms=resume_ms, shared=shared)
+        self, rid: str, num_choices: int, wake: asyncio.Event, *, resume_ms: int = 0, shared: bool = False,
+        log_start: int = 0,
+    ) -> OpenRequest:  # fmt: skip
+        """Takes up a request for a client. RequestLost: the record has expired. Moved: another attach came later.
+        TryLater when Redis does not answer."""
+        options = {"resume_ms": resume_ms, "log_start": log_start}
+        request = OpenRequest(rid, num_choices, self.incarnation, wake, attach=0, shared=shared, **options)
         try:
             await self._detached(self._attaching.become_reader(request))
         except TimeoutError:
@@ -169,12 +171,10 @@ class Inflight:
         except LOST:
             self._refresh_at = 0.0  # Redis may come back without the stream
             raise
-        arrivals = 0
         for entry in entries:
             for field, data in entry.fields.items():
                 self._dispatch(field, data)
-            arrivals += len(entry.fields)
-        return arrivals
+        return sum(len(entry.fields) for entry in entries)
 
     def _dispatch(self, field: bytes, data: bytes) -> None:
         mark = field[:1]

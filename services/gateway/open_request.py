@@ -40,7 +40,7 @@ class OpenRequest:
 
     def __init__(
         self, rid: str, num_choices: int, gateway: str, wake: asyncio.Event, *, attach: int = 1, resume_ms: int = 0,
-        shared: bool = False,
+        shared: bool = False, log_start: int = 0,
     ) -> None:  # fmt: skip
         self.rid = rid
         self.num_choices = num_choices
@@ -60,10 +60,10 @@ class OpenRequest:
         self.admission: Admission | None = None  # what `admit` said
         self.kept: Kept | None = None  # where Redis may forget it
         self.open_choices = set(range(num_choices))
-        self.positions = [0] * num_choices  # tokens taken, a choice
+        self.positions = [log_start] * num_choices  # in the logs, up to which tokens were taken
         self._num_chunks = [0] * num_choices
         self._read_twice: set[int] = set()  # choices whose log is being read from its beginning, after a loss
-        self._needed = [0] * num_choices  # what the log must reach, since it was announced
+        self._needed = [log_start] * num_choices  # what the log must reach, since it was announced
         self._arrived: deque[tuple[int, bool, bytes]] = deque()
         self.num_bytes = 0
         self.heard_at = [0.0] * num_choices  # monotonic time of a choice's last arrival; 0: nothing has come yet
@@ -199,7 +199,7 @@ class OpenRequest:
         return [(choice, chunk)]
 
     def _take_outcome(self, choice: int, outcome: Outcome) -> list[Event]:
-        if outcome.num_tokens > self.positions[choice]:
+        if outcome.num_tokens >= 0 and outcome.num_tokens > self.positions[choice]:
             self._require(choice, outcome.num_tokens)
             return []
         self.close_choice(choice, outcome)

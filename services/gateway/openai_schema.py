@@ -136,15 +136,12 @@ class GenerationRequest(Request):
         "guided_regex": (),
         "guided_choice": (),
         "guided_grammar": (),
-        "prompt_logprobs": (),
         "logprob_token_ids": (),
         "logits_processors": (),
         "use_beam_search": (False,),
         "length_penalty": (1.0, 1),
         "early_stopping": (False,),
         "truncate_prompt_tokens": (),
-        "return_token_ids": (False,),
-        "return_tokens_as_token_ids": (False,),
         "kv_transfer_params": (),
         "vllm_xargs": (),
         "priority": (0,),
@@ -180,6 +177,9 @@ class GenerationRequest(Request):
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
     speculative: Speculative | None = None
+    prompt_logprobs: Annotated[Int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    return_token_ids: Switch = False
+    return_tokens_as_token_ids: Switch = False
 
 
 class ChatCompletionRequest(GenerationRequest):

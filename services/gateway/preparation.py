@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
+from services.gateway import asked
 from services.gateway.chat_messages import parse_messages
 from services.gateway.chat_template import Message
 from services.gateway.errors import BadRequest
@@ -20,14 +21,13 @@ from services.gateway.openai_schema import (
     ChatCompletionRequest,
     CompletionRequest,
     DetokenizeRequest,
-    GenerationRequest,
     Request,
     TokenizeRequest,
 )
 from services.gateway.prediction import predicted_ids
 from services.gateway.token_limits import checked_ids, logit_bias, word_limits
 from services.gateway.tokenization import Tokenizer
-from shared.protocol import Constraint, SamplingParams, TextParams
+from shared.protocol import Constraint, SamplingParams, TextParams, log_start
 
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's default for the older endpoint
 GREEDY_BELOW = 1e-5
@@ -63,6 +63,10 @@ class PreparedPrompt:
     num_choices: int
     prediction: Sequence[int] = ()
 
+    @property
+    def log_start(self) -> int:
+        return log_start(self.sampling, len(self.ids))
+
 
 def build_specs(
     request: ChatCompletionRequest | CompletionRequest,
@@ -81,7 +85,7 @@ def build_specs(
     the model's template renders them. form: what the answer is to be, its grammar compiled.
     """
     form = form or Form()
-    num_choices = _num_choices(request)
+    num_choices = asked.num_choices(request)
     _check_together(request, limits)
     if isinstance(request, ChatCompletionRequest):
         prompts, param = [chat_prompt(chat_text, tokenizer, limits)], "messages"
@@ -90,6 +94,7 @@ def build_specs(
     if len(prompts) * num_choices > limits.max_choices:
         field = "prompt" if num_choices == 1 else "n" if num_choices == request.n else "best_of"
         raise BadRequest(f"{field} asks for more than {limits.max_choices} choices in one request", param=field)
+    asked.check_prompt_logprobs(request, prompts)
     prediction = request.prediction if isinstance(request, ChatCompletionRequest) else None
     predicted = predicted_ids(prediction, tokenizer, limits.max_tokens)
     text = form.text_params(_text_params(request, now, fingerprint or ""), chat_text)
@@ -171,16 +176,16 @@ def _check_together(request: ChatCompletionRequest | CompletionRequest, limits: 
         raise BadRequest(f"n must be at most {limits.max_choices}", param="n")
     if request.stream_options is not None and not request.stream:
         raise BadRequest("stream_options is only allowed with stream", param="stream_options")
+    if request.prompt_logprobs is not None and request.stream:
+        raise BadRequest("prompt_logprobs cannot be streamed", param="prompt_logprobs")
     if isinstance(request, ChatCompletionRequest):
         if request.top_logprobs is not None and not request.logprobs:
             raise BadRequest("top_logprobs needs logprobs to be true", param="top_logprobs")
         return
     if request.best_of is not None and request.best_of < (request.n or 1):
         raise BadRequest("best_of must be at least n", param="best_of")
-    if _is_selected(request) and request.stream:
+    if asked.is_selected(request) and request.stream:
         raise BadRequest("best_of beyond n cannot be streamed", param="best_of")
-    if request.echo and request.logprobs is not None:
-        raise BadRequest("echo together with logprobs is not supported yet", param="logprobs")
 
 
 def _sampling(
@@ -215,26 +220,28 @@ def _sampling(
         logit_bias=logit_bias(request.logit_bias, tokenizer.vocab_size),
         stop_token_ids=tuple(dict.fromkeys(stop_ids)),
         ignore_eos=request.ignore_eos,
-        logprobs=_num_logprobs(request),
+        logprobs=asked.num_logprobs(request),
+        prompt_logprobs=asked.num_prompt_logprobs(request),
         constraint=constraint,
         num_speculative_tokens=request.speculative.num_speculative_tokens if request.speculative else None,
         fleet=request.speculative is None or request.speculative.fleet,
     )
 
 
-def _max_tokens(request: GenerationRequest, num_prompt: int, limits: Limits, param: str) -> int:
+def _max_tokens(request: ChatCompletionRequest | CompletionRequest, num_prompt: int, limits: Limits, param: str) -> int:
     """How many tokens may come: what was asked for, as far as context and pool reach."""
-    asked = request.max_tokens
+    wanted = request.max_tokens
     if isinstance(request, ChatCompletionRequest):
-        asked = _or(request.max_completion_tokens, asked)
-    elif asked is None:
-        asked = DEFAULT_COMPLETION_TOKENS
+        wanted = _or(request.max_completion_tokens, wanted)
+    elif wanted is None:
+        wanted = DEFAULT_COMPLETION_TOKENS
     if num_prompt == 0:
         raise BadRequest(f"{param} has no tokens", param=param)
     room = limits.max_tokens - num_prompt
-    if room < (0 if asked == 0 else 1):
+    computes_nothing = wanted == 0 and asked.num_prompt_logprobs(request) is None
+    if room < (0 if computes_nothing else 1):
         raise _too_long(f"{num_prompt} tokens", limits, param)
-    return room if asked is None else min(asked, room)
+    return room if wanted is None else min(wanted, room)
 
 
 def _check_length(text: str, tokenizer: Tokenizer, limits: Limits, param: str) -> None:
@@ -257,21 +264,6 @@ def _temperature(asked: float | None) -> float:
     return 0.0 if asked < GREEDY_BELOW else max(asked, LEAST_TEMPERATURE)
 
 
-def _num_choices(request: ChatCompletionRequest | CompletionRequest) -> int:
-    """To generate; not all may be shown."""
-    return (isinstance(request, CompletionRequest) and request.best_of) or request.n or 1
-
-
-def _is_selected(request: ChatCompletionRequest | CompletionRequest) -> bool:
-    return _num_choices(request) > (request.n or 1)
-
-
-def _num_logprobs(request: ChatCompletionRequest | CompletionRequest) -> int | None:
-    if isinstance(request, CompletionRequest):
-        return 0 if request.logprobs is None and _is_selected(request) else request.logprobs
-    return (request.top_logprobs or 0) if request.logprobs else None
-
-
 def _text_params(request: ChatCompletionRequest | CompletionRequest, now: datetime, fingerprint: str) -> TextParams:
     return TextParams(
         api="chat" if isinstance(request, ChatCompletionRequest) else "completions",
@@ -282,8 +274,11 @@ def _text_params(request: ChatCompletionRequest | CompletionRequest, now: dateti
         stream=request.stream,
         include_usage=request.stream_options is not None and request.stream_options.include_usage,
         continuous_usage=request.stream_options is not None and request.stream_options.continuous_usage_stats,
-        num_shown=(request.n or 1) if _is_selected(request) else None,
-        hides_logprobs=_is_selected(request) and request.logprobs is None,
+        num_shown=(request.n or 1) if asked.is_selected(request) else None,
+        hides_logprobs=asked.is_selected(request) and request.logprobs is None,
+        prompt_logprobs=request.prompt_logprobs,
+        return_token_ids=request.return_token_ids,
+        return_tokens_as_token_ids=request.return_tokens_as_token_ids,
         created=int(now.timestamp()),
         system_fingerprint=fingerprint,
     )

@@ -94,15 +94,29 @@ class AssistantMessage(Shape):
     tool_calls: list[ToolCall] | None = None
 
 
+class PromptLogprob(Shape):
+    """rank is the token's among all, 1 the likeliest."""
+
+    logprob: float = Field(le=0)
+    rank: int
+    decoded_token: str
+
+
+PromptLogprobs = list[dict[str, PromptLogprob] | None]  # by token id, the token itself first; null for the first token
+
+
 class ChatChoice(Shape):
     index: int
     message: AssistantMessage
+    token_ids: list[int] | None = None
     logprobs: ChatLogprobs | None
     finish_reason: ChatFinishReason
 
 
 class ChatCompletion(Answer):
     object: Literal["chat.completion"]
+    prompt_token_ids: list[int] | None = None
+    prompt_logprobs: PromptLogprobs | None = None
     choices: list[ChatChoice]
     usage: Usage
 
@@ -132,6 +146,7 @@ class ChatDelta(Shape):
 class ChatChunkChoice(Shape):
     index: int
     delta: ChatDelta
+    token_ids: list[int] | None = None
     logprobs: ChatLogprobs | None
     finish_reason: ChatFinishReason | None
 
@@ -140,20 +155,26 @@ class ChatCompletionChunk(Answer):
     """One event of a streamed answer. usage is there only if asked for, and not null only in the last chunk."""
 
     object: Literal["chat.completion.chunk"]
+    prompt_token_ids: list[int] | None = None
     choices: list[ChatChunkChoice]
     usage: Usage | None = None
 
 
 class CompletionLogprobs(Shape):
+    """null for the first token of a prompt that is echoed."""
+
     tokens: list[str]
-    token_logprobs: list[float]
-    top_logprobs: list[dict[str, float]]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
     text_offset: list[int]
 
 
 class CompletionChoice(Shape):
     index: int
     text: str
+    prompt_token_ids: list[int] | None = None
+    token_ids: list[int] | None = None
+    prompt_logprobs: PromptLogprobs | None = None
     logprobs: CompletionLogprobs | None
     finish_reason: FinishReason
 
@@ -167,6 +188,8 @@ class Completion(Answer):
 class CompletionChunkChoice(Shape):
     index: int
     text: str
+    prompt_token_ids: list[int] | None = None
+    token_ids: list[int] | None = None
     logprobs: CompletionLogprobs | None
     finish_reason: FinishReason | None
 

@@ -9,17 +9,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import sha256
-from typing import Any, Literal
+from typing import Literal
 
-from services.gateway.choice_stream import Delta, TokenLogprob
+from services.gateway.choice_stream import Delta
+from services.gateway.logprob_format import TEXT_ALONE, Json, LogprobFormat, TokenDetails
 from services.gateway.sse import dump
 from services.gateway.tokenization import Tokenizer
 from services.gateway.tool_formats import ID_CHARS
 from services.gateway.tool_parser import CallPart
-
-LOGPROB_FLOOR = -9999.0  # JSON has no infinity; vLLM's and OpenAI's value for "impossible"
-
-Json = dict[str, Any]
 
 
 def usage(
@@ -48,10 +45,13 @@ class ChoiceResult:
     """
 
     builder: ResponseBuilder
+    prompt_ids: Sequence[int] = ()
     texts: list[str] = field(default_factory=list)
     reasoning: list[str] = field(default_factory=list)
     calls: dict[int, CallPart] = field(default_factory=dict)
     logprobs: list[bytes] = field(default_factory=list)
+    prompt_logprobs: list[bytes] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
     finish_reason: str | None = None
     sum_logprobs: float = 0.0
     num_logprobs: int = 0
@@ -63,19 +63,22 @@ class ChoiceResult:
     def add(self, deltas: Iterable[Delta]) -> None:
         for delta in deltas:
             self.texts.append(delta.text)
-            self.sum_logprobs += sum(entry.logprob for entry in delta.logprobs)
+            self.sum_logprobs += sum(entry.logprob or 0.0 for entry in delta.logprobs)
             self.num_logprobs += len(delta.logprobs)
             self.reasoning.append(delta.reasoning)
             for part in delta.calls:
                 old = self.calls.get(part.index, part)
                 more = part.arguments if old is not part else ""
                 self.calls[part.index] = replace(old, arguments=old.arguments + more)
-            self.logprobs += self.builder.written(delta.logprobs)
+            self.logprobs += self.builder.format.written(delta.prompt, delta.logprobs)
+            self.prompt_logprobs += self.builder.format.prompt_written(delta.prompt)
+            self.token_ids += delta.token_ids
             self.finish_reason = delta.finish_reason
 
 
 class ResponseBuilder:
-    """Builds everything of one HTTP response. with_logprobs: whether the client asked for them."""
+    """Builds everything of one HTTP response. with_logprobs: whether the client asked for them; details: what else it
+    is told of tokens."""
 
     def __init__(
         self,
@@ -90,10 +93,11 @@ class ResponseBuilder:
         system_fingerprint: str | None = None,
         call_id_chars: int = ID_CHARS,
         may_call: bool = False,
+        details: TokenDetails = TEXT_ALONE,
     ) -> None:
         self._chat = api == "chat"
-        self._tokenizer = tokenizer
-        self._with_logprobs = with_logprobs
+        self.format = LogprobFormat(tokenizer, details, chat=self._chat, with_logprobs=with_logprobs)
+        self._with_ids = details.with_ids
         self._call_id_chars = call_id_chars
         self._may_call = may_call
         self._whole: Json = {
@@ -107,22 +111,30 @@ class ResponseBuilder:
         if include_usage:
             self._chunk["usage"] = None  # as OpenAI: named in every chunk, given in the last
 
-    def opening(self, index: int) -> Json | None:
+    def opening(self, index: int, prompt_ids: Sequence[int] = ()) -> Json | None:
         """The chunk before the first delta of a choice; completions have none."""
         if not self._chat:
             return None
         # an answer of calls has no content, and whether it will be one is not known yet
         content = {} if self._may_call else {"content": ""}
-        return self._with_choice(index, {"delta": {"role": "assistant", **content}}, None, None)
+        opening = self._with_choice(index, {"delta": {"role": "assistant", **content}}, None, None)
+        return opening | self._prompt_ids(prompt_ids)
 
-    def chunk(self, index: int, delta: Delta) -> Json:
+    def _prompt_ids(self, prompt_ids: Sequence[int]) -> Json:
+        return {"prompt_token_ids": list(prompt_ids)} if self._with_ids else {}
+
+    def chunk(self, index: int, delta: Delta, prompt_ids: Sequence[int] | None = None) -> Json:
+        """prompt_ids: where it is the choice's first, and there was no opening."""
         content: Json
         if self._chat:
             content = {"delta": self._chat_delta(index, delta)}
         else:
             content = {"text": delta.text}
-        is_said = bool(delta.logprobs) or (self._with_logprobs and delta.finish_reason is not None)
-        logprobs = self._logprobs(delta.logprobs) if is_said else None
+        if self._with_ids:
+            content["token_ids"] = list(delta.token_ids)
+        if prompt_ids is not None:
+            content |= self._prompt_ids(prompt_ids)
+        logprobs = self.format.of_delta(delta.prompt, delta.logprobs, ended=delta.finish_reason is not None)
         return self._with_choice(index, content, logprobs, delta.finish_reason)
 
     def _chat_delta(self, index: int, delta: Delta) -> Json:
@@ -150,16 +162,15 @@ class ResponseBuilder:
     def whole(self, choices: Sequence[ChoiceResult], usage: Json) -> bytes:
         """The body of an answer that is not streamed."""
         written = b",".join([self._choice(i, c) for i, c in enumerate(choices)])
-        return _fields(self._whole) + b',"choices":[' + written + b'],"usage":' + dump(usage) + b"}"
+        prompt = self._prompt(choices[0]) if self._chat else b""
+        return _fields(self._whole) + b"," + prompt + b'"choices":[' + written + b'],"usage":' + dump(usage) + b"}"
 
-    def written(self, entries: Sequence[TokenLogprob]) -> list[bytes]:
-        """Log-probabilities as they stand in `whole`: an object each for chat, a value in each of four lists else."""
-        if not self._with_logprobs:
-            return []
-        if self._chat:
-            return [dump(self._chat_entry(entry)) for entry in entries]
-        lists = self._logprobs(entries).values()
-        return [dump(value) for row in zip(*lists, strict=True) for value in row]
+    def _prompt(self, result: ChoiceResult) -> bytes:
+        """What is told of the prompt: fields, each with a comma."""
+        ids = b"".join(
+            b'"%s":%s,' % (name.encode(), dump(v)) for name, v in self._prompt_ids(result.prompt_ids).items()
+        )
+        return ids + self.format.prompt_whole(result.prompt_logprobs)
 
     def _with_choice(self, index: int, content: Json, logprobs: Json | None, finish_reason: str | None) -> Json:
         choice = {"index": index, **content, "logprobs": logprobs, "finish_reason": finish_reason}
@@ -168,8 +179,12 @@ class ResponseBuilder:
     def _choice(self, index: int, result: ChoiceResult) -> bytes:
         text = "".join(result.texts)
         content: Json = {"message": self._message(index, text, result)} if self._chat else {"text": text}
+        if self._with_ids:
+            content["token_ids"] = result.token_ids
         head, finish = _fields({"index": index, **content}), dump(result.finish_reason)
-        return head + b',"logprobs":' + self._written_whole(result.logprobs) + b',"finish_reason":' + finish + b"}"
+        prompt = b"" if self._chat else self._prompt(result)
+        logprobs = self.format.whole(result.logprobs)
+        return head + b"," + prompt + b'"logprobs":' + logprobs + b',"finish_reason":' + finish + b"}"
 
     def _message(self, index: int, text: str, result: ChoiceResult) -> Json:
         message: Json = {"role": "assistant", "content": text or (None if result.calls else "")}
@@ -178,45 +193,6 @@ class ResponseBuilder:
         if result.calls:
             message["tool_calls"] = [self._call(index, part, with_index=False) for part in result.calls.values()]
         return message
-
-    def _written_whole(self, logprobs: list[bytes]) -> bytes:
-        if not self._with_logprobs:
-            return b"null"
-        if self._chat:
-            return b'{"content":[' + b",".join(logprobs) + b"]}"
-        names = list(self._logprobs(()))
-        lists = [
-            b'"%s":[' % name.encode() + b",".join(logprobs[i :: len(names)]) + b"]" for i, name in enumerate(names)
-        ]
-        return b"{" + b",".join(lists) + b"}"
-
-    def _logprobs(self, entries: Sequence[TokenLogprob]) -> Json:
-        if self._chat:
-            return {"content": [self._chat_entry(e) for e in entries]}
-        return {
-            "tokens": [self._tokenizer.token_text(e.token_id) for e in entries],
-            "token_logprobs": [_clamped(e.logprob) for e in entries],
-            "top_logprobs": [self._alternatives(e) for e in entries],
-            "text_offset": [e.offset for e in entries],
-        }
-
-    def _chat_entry(self, entry: TokenLogprob) -> Json:
-        top = [self._chat_token(token_id, logprob) for token_id, logprob in entry.top]
-        return {**self._chat_token(entry.token_id, entry.logprob), "top_logprobs": top}
-
-    def _chat_token(self, token_id: int, logprob: float) -> Json:
-        return {
-            "token": self._tokenizer.token_text(token_id),
-            "logprob": _clamped(logprob),
-            "bytes": list(self._tokenizer.token_bytes(token_id)),
-        }
-
-    def _alternatives(self, entry: TokenLogprob) -> dict[str, float]:
-        """By text, the drawn token among them; of two tokens with one text the likelier stays."""
-        best: dict[str, float] = {}
-        for token_id, logprob in (*entry.top, (entry.token_id, entry.logprob)):
-            best.setdefault(self._tokenizer.token_text(token_id), _clamped(logprob))
-        return best
 
 
 def _reasoning(text: str) -> Json:
@@ -227,8 +203,3 @@ def _reasoning(text: str) -> Json:
 def _fields(value: Json) -> bytes:
     """An object that is not closed yet."""
     return dump(value)[:-1]
-
-
-def _clamped(logprob: float) -> float:
-    """Within [LOGPROB_FLOOR, 0]; also for NaN, which compares with nothing."""
-    return min(logprob, 0.0) if logprob >= LOGPROB_FLOOR else LOGPROB_FLOOR

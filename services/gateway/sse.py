@@ -2,7 +2,7 @@
 
 An event id is `<rid>:<p0>,<p1>,...`: for each choice the position (tokens) of what the client has, with an `e` when
 it has the choice's end, or `-` when it has nothing of it, not even what comes before the first token; `<rid>:end` when
-it has everything but `[DONE]`.
+it has everything but `[DONE]`. A position below 0 lies in a prompt whose log-probabilities are sent.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE = b": keep-alive\n\n"
 
 _encode = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode
-_PLACE = r"(?:-|[0-9]{1,9}e?)"
+_PLACE = r"(?:-|-?[0-9]{1,9}e?)"
 _EVENT_ID = re.compile(rf"([0-9A-Za-z_-]{{1,64}}):(end|{_PLACE}(?:,{_PLACE}){{0,127}})")
 
 

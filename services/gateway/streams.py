@@ -97,6 +97,9 @@ class StreamRoutes:
             PreparedPrompt(r.prompt_ids, spec.sampling, spec.text, spec.num_choices, unpack_ids(spec.prediction))
             for r, spec in ((record, record.spec) for record in records)
         ]
+        starts = [prompt.log_start for prompt in prompts for _ in range(prompt.num_choices)]
+        if places is not None and any(place and place.position < s for place, s in zip(places, starts, strict=True)):
+            raise resuming.beyond_the_end()
         resume_ms = resuming.resume_ms(http.headers, first.resume_ms, settings.request_timeout_s)
         generation = Generation(
             self.state.inflight, self.state.metrics, self.tokenizer, prompts, rid=http[RID],

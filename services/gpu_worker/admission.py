@@ -9,11 +9,11 @@ from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
-from services.gpu_worker.batch import Answer, EngineInfo, Sequence
+from services.gpu_worker.batch import Answer, EngineInfo, SampledToken, Sequence
 from services.gpu_worker.block_map import BlockMap
 from services.gpu_worker.commits import TokenLogprob
 from services.gpu_worker.seals import SealedBlocks
-from shared.protocol import SamplingParams, TokenChunk
+from shared.protocol import SamplingParams, TokenChunk, log_start
 from shared.records import RequestRecord, SequenceRecord
 from shared.wire import ProtocolError, split_sequence_id, unpack_ids
 from shared.worker_protocol import Admit
@@ -23,7 +23,8 @@ Validate = Callable[[SamplingParams, int], str | None]  # (parameters, vocabular
 
 @dataclass(frozen=True, slots=True)
 class Admission:
-    """What the records say. output_ids: those in the durable log; logprobs: theirs, where the request asked."""
+    """What the records say. output_ids: those in the durable log; logprobs: theirs, where the request asked; scores:
+    what the log has of the prompt's tokens, from the second on, where it asked for that."""
 
     params: SamplingParams
     prompt_ids: list[int]
@@ -31,6 +32,7 @@ class Admission:
     output_ids: list[int]
     logprobs: list[TokenLogprob] | None
     prediction: tuple[int, ...] = ()
+    scores: tuple[SampledToken, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,30 +68,50 @@ def read_admission(
     params = request.spec.sampling
     output_ids: list[int] = []
     logprobs: list[TokenLogprob] | None = None if params.logprobs is None else []
+    scores: list[SampledToken] = []
+    position = request.spec.log_start
     for chunk in log:
-        if chunk.first != len(output_ids):
-            raise ProtocolError(f"the log of {admit.sid} has a gap at {len(output_ids)}")
+        if chunk.first != position:
+            raise ProtocolError(f"the log of {admit.sid} has a gap at {position}")
+        position += len(chunk.ids)
+        if chunk.first < 0:
+            scores += scores_in(chunk)
+            continue
         output_ids += chunk.ids
         if logprobs is not None:
             if chunk.logprobs is None:
                 raise ProtocolError(f"the log of {admit.sid} lacks log-probabilities at {chunk.first}")
             logprobs += chunk.logprobs
     prediction = tuple(unpack_ids(request.spec.prediction))
-    return Admission(params, request.prompt_ids, request.spec.salt, output_ids, logprobs, prediction=prediction)
+    return Admission(
+        params, request.prompt_ids, request.spec.salt, output_ids, logprobs, prediction=prediction, scores=tuple(scores)
+    )
+
+
+def scores_in(chunk: TokenChunk) -> list[SampledToken]:
+    """Of one that lies in the prompt."""
+    assert chunk.logprobs is not None and chunk.ranks is not None
+    return [
+        SampledToken(token_id, logprob, top, rank)
+        for token_id, (logprob, top), rank in zip(chunk.ids, chunk.logprobs, chunk.ranks, strict=True)
+    ]
 
 
 def sequence_of(admit: Admit, admission: Admission, vocab_size: int) -> Sequence:
     """The sequence as it starts here; its blocks and cached prefix are for the running set to check. vocab_size: of the
     model, which cannot compute other tokens that a client predicts."""
     num_prompt_tokens, prediction = len(admission.prompt_ids), admission.prediction
+    num_logged = len(admission.scores) + len(admission.output_ids)
     if max(prediction, default=0) >= vocab_size:
         prediction = tuple(t for t in prediction if t < vocab_size)
     return Sequence(
         sid=admit.sid, epoch=admit.epoch, choice=split_sequence_id(admit.sid)[1], params=admission.params,
         num_prompt_tokens=num_prompt_tokens, token_ids=admission.prompt_ids + admission.output_ids,
         block_ids=list(admit.block_ids), num_computed=admit.cached_length, salt=admission.salt, alone=admit.alone,
-        cached_tokens=min(admit.cached_length, num_prompt_tokens - 1), num_committed=len(admission.output_ids),
+        cached_tokens=min(admit.cached_length, num_prompt_tokens - 1),
+        num_committed=log_start(admission.params, num_prompt_tokens) + num_logged,
         awaits_answer=admission.params.constraint is not None, prediction=prediction,
+        score_from=len(admission.scores),
     )  # fmt: skip
 
 
@@ -119,6 +141,8 @@ def why_refused(admit: Admit, seq: Sequence, pool_term: int, blocks: BlockMap, s
         return f"a cached prefix of {cached} tokens cannot be"
     if not all(map(blocks.is_free, seq.block_ids[num_cached:])):
         return "a block to write is another's"
+    if cached > seq.score_from < seq.num_to_score:
+        return "the cached prefix holds no log-probabilities, which are missing yet"
     held = [sealed.key_of(b) for b in seq.block_ids[:num_cached]]
     if held != sealed.prefix_keys(seq, num_cached) or blocks.spares.intersection(seq.block_ids):
         return "the cached prefix is not in these blocks"

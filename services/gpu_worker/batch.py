@@ -66,7 +66,8 @@ class Sequence:
     cached_tokens: int = 0
     num_sealed: int = 0  # whole blocks reported as sealed, from the first on
     keys: list[bytes] = field(default_factory=list)  # of the sealed blocks
-    num_committed: int = 0  # output tokens known to be in the durable log
+    num_committed: int = 0  # position at which the durable log ends, as far as is known
+    score_from: int = 0  # the log has the log-probabilities of the tokens after so many of the prompt
     finish: str = ""
     answer: Answer | None = None  # where the request has a constraint
     awaits_answer: bool = False  # it is still being made: no step before
@@ -86,9 +87,32 @@ class Sequence:
         return self.num_computed + self.num_ahead
 
     @property
+    def num_to_score(self) -> int:
+        """Tokens, from the first on, whose logits say how likely the prompt's next token is; 0 if nobody asks."""
+        return 0 if self.params.prompt_logprobs is None else self.num_prompt_tokens - 1
+
+    @property
+    def is_scoring(self) -> bool:
+        """Are there some of them that no step has begun to compute?"""
+        return max(self.next_position, self.score_from) < self.num_to_score
+
+    @property
+    def draws(self) -> bool:
+        """Or does it ask for log-probabilities of its prompt alone?"""
+        return self.params.max_tokens > 0
+
+    @property
     def num_remaining(self) -> int:
-        """Tokens to compute before the next can be drawn."""
-        return len(self.token_ids) + self.num_drawing - self.next_position
+        """Tokens to compute before the next can be drawn, or, where none is, before its end."""
+        end = len(self.token_ids) + self.num_drawing if self.draws else self.num_to_score
+        return end - self.next_position
+
+    def most_tokens(self, num_scores: int) -> int:
+        """That a step may compute of it, if it may give so many log-probabilities of its prompt."""
+        first = max(self.next_position, self.score_from)
+        if self.num_to_score - first <= num_scores:
+            return self.num_remaining
+        return first + num_scores - self.next_position
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,17 +132,33 @@ class Chunk:
     def num_rows(self) -> int:
         return self.count + len(self.draft_ids)
 
+    @property
+    def scored(self) -> range:
+        """Of its tokens, by number in the sequence, those whose logits say how likely the prompt's next token is."""
+        return range(max(self.start, self.seq.score_from), min(self.start + self.count, self.seq.num_to_score))
+
+    @property
+    def logit_rows(self) -> range:
+        """Rows of which logits are needed: those that score, and right behind them those that are drawn from."""
+        scored = self.scored
+        first, end = (scored.start, scored.stop) if scored else (self.start, self.start)
+        if self.sample:
+            first, end = (first if scored else self.start + self.count - 1), self.start + self.num_rows
+        return range(first - self.start, end - self.start)
+
 
 @dataclass(frozen=True, slots=True)
 class SampledToken:
-    """logprob and top (token id, log-probability; best first) only where the request asked for them."""
+    """logprob and top (token id, log-probability; best first) only where the request asked for them. rank: only of a
+    token of the prompt, which was not drawn but has such numbers too."""
 
     token_id: int
     logprob: float = 0.0
     top: tuple[tuple[int, float], ...] = ()
+    rank: int = 0
 
 
-Drawn = tuple[SampledToken, ...]  # of a chunk
+Drawn = tuple[SampledToken, ...]  # of a chunk: first the prompt's tokens that it scores, see `Chunk.scored`
 
 
 @dataclass(frozen=True, slots=True)

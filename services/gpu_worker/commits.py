@@ -31,17 +31,24 @@ TokenLogprob = tuple[float, tuple[tuple[int, float], ...]]
 
 @dataclass(slots=True)
 class Account:
-    """logprobs: one a token of the whole output, where the request asked for them. closed: no more tokens come."""
+    """logprobs: one a token of the whole output, where the request asked for them. scores: what it asked about the
+    prompt's tokens, from the second on, as far as that is known. closed: no more tokens come."""
 
     seq: Sequence
     logprobs: list[TokenLogprob] | None
+    scores: list[SampledToken]
     closed: bool = False
     outcome: Outcome | None = None
     shown: bool = False  # the first chunk of this place has been answered
 
     @property
+    def position(self) -> int:
+        """At which the log will end, once it has all that is known."""
+        return self.seq.num_output_tokens - self.seq.num_to_score + len(self.scores)
+
+    @property
     def num_pending(self) -> int:
-        return self.seq.num_output_tokens - self.seq.num_committed
+        return self.position - self.seq.num_committed
 
     @property
     def has_news(self) -> bool:
@@ -92,9 +99,17 @@ class Ledger:
 
     # --- what the running set says ---------------------------------------------------------------------------------
 
-    def open(self, seq: Sequence, logprobs: Iterable[TokenLogprob] | None) -> None:
-        """seq.num_committed is the length of the log; logprobs are those of the tokens in it, or None."""
-        self._accounts[seq.sid] = Account(seq, None if logprobs is None else list(logprobs))
+    def open(self, seq: Sequence, logprobs: Iterable[TokenLogprob] | None, scores: Iterable[SampledToken] = ()) -> None:
+        """seq.num_committed is where the log ends; logprobs are those of the tokens in it, or None; so are scores."""
+        self._accounts[seq.sid] = Account(seq, None if logprobs is None else list(logprobs), list(scores))
+
+    def scored(self, seq: Sequence, tokens: Iterable[SampledToken]) -> None:
+        """The next ones of the prompt."""
+        self._accounts[seq.sid].scores += tokens
+
+    def is_scoring(self, seq: Sequence) -> bool:
+        """Are some of the prompt's yet to come?"""
+        return self._accounts[seq.sid].position < 0
 
     def drew(self, seq: Sequence, token: SampledToken) -> None:
         """The token has been appended to the sequence."""
@@ -129,7 +144,7 @@ class Ledger:
             if entries and (num_bytes > MAX_COMMIT_BYTES or len(entries) == MAX_ENTRIES):
                 return Commit(tuple(entries), frozenset(closing), not account.has_news)
             entries.append(entry)
-            if account.closed and entry.first + entry.count == account.seq.num_output_tokens:
+            if account.closed and entry.first + entry.count == account.position:
                 closing.add((entry.sid, entry.epoch))
         return Commit(tuple(entries), frozenset(closing), True)
 
@@ -145,12 +160,12 @@ class Ledger:
                 del self._accounts[entry.sid]
                 dropped.append((place, code.name.lower()))
                 continue
-            num_output_tokens = account.seq.num_output_tokens
-            account.seq.num_committed = min(length, num_output_tokens)
+            position = account.position
+            account.seq.num_committed = min(length, position)
             account.shown = account.shown or entry.count > 0
             if place in commit.closing and length == entry.first + entry.count:
                 del self._accounts[entry.sid]
-            elif account.closed and length > num_output_tokens:  # can be closed by nobody but its next place
+            elif account.closed and length > position:  # can be closed by nobody but its next place
                 del self._accounts[entry.sid]
                 dropped.append((place, "stale"))
             elif not commit.complete:  # those that were left out come first next time
@@ -160,9 +175,9 @@ class Ledger:
 
 def _entry(account: Account) -> CommitEntry:
     seq, first = account.seq, account.seq.num_committed
-    most = MAX_CHUNK_TOKENS if account.logprobs is None else MAX_CHUNK_TOKENS_WITH_LOGPROBS
-    count = min(account.num_pending, most)
-    ends = account.outcome is not None and first + count == seq.num_output_tokens
+    most = MAX_CHUNK_TOKENS if account.logprobs is None and first >= 0 else MAX_CHUNK_TOKENS_WITH_LOGPROBS
+    count = min(account.num_pending, most if first >= 0 else min(most, -first))
+    ends = account.outcome is not None and first + count == account.position
     outcome = account.outcome if ends else None
     finish = outcome.reason if outcome and outcome.reason in ENDINGS else ""
     return CommitEntry(
@@ -175,8 +190,11 @@ def _entry(account: Account) -> CommitEntry:
 def _chunk(account: Account, first: int, count: int, finish: str) -> TokenChunk:
     seq = account.seq
     start = seq.num_prompt_tokens + first
+    logprobs, ranks = None if account.logprobs is None else tuple(account.logprobs[first : first + count]), None
+    if first < 0:
+        scores = account.scores[seq.num_to_score + first :][:count]
+        logprobs, ranks = tuple((s.logprob, s.top) for s in scores), tuple(s.rank for s in scores)
     return TokenChunk.unchecked(
-        first=first, ids=tuple(seq.token_ids[start : start + count]),
-        logprobs=None if account.logprobs is None else tuple(account.logprobs[first : first + count]),
-        finish=finish, cached_tokens=seq.cached_tokens if first == 0 else 0,
+        first=first, ids=tuple(seq.token_ids[start : start + count]), logprobs=logprobs, finish=finish,
+        cached_tokens=seq.cached_tokens if first == 0 else 0, ranks=ranks,
     )  # fmt: skip

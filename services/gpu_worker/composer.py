@@ -2,7 +2,8 @@
 
 Every decoding sequence first, one token each; then prefill chunks in the order of admission, as far as the budget goes.
 While somebody decodes, prefill is bounded by time too (`max_prefill_tokens`), so that a long prompt stalls nobody. How
-a prompt is cut does not change what is drawn. A sequence that runs alone takes turns with the others.
+a prompt is cut does not change what is drawn. A sequence that runs alone takes turns with the others. Of the tokens of
+prompts whose log-probabilities are asked for a step has few, since each of them needs a row of logits.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 from services.gpu_worker.batch import Chunk, Sequence
+
+MAX_SCORES = 64  # rows of logits in a step, beside those that tokens are drawn from
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,20 +39,22 @@ def compose(
     that rises by one a step. Empty only if ready is."""
     mates = _mates(ready, turn)
     num_decoding = min(budget.max_num_seqs, budget.max_num_batched_tokens)
-    chunks = [Chunk(s, s.next_position, 1, True) for s in mates if s.num_remaining == 1][:num_decoding]
+    chunks = [Chunk(s, s.next_position, 1, True) for s in mates if s.num_remaining == 1 and s.draws][:num_decoding]
     num_tokens = budget.max_num_batched_tokens - len(chunks)
     if chunks:
         num_tokens = min(num_tokens, max_prefill_tokens)
+    num_scores = MAX_SCORES
     for seq in mates:
         if num_tokens <= 0 or len(chunks) >= budget.max_num_seqs:
             break
         remaining = seq.num_remaining
-        if remaining == 1:
-            continue
         room = len(seq.block_ids) * block_size - seq.next_position
-        count = min(remaining, room, budget.prefill_chunk, num_tokens)
-        chunks.append(Chunk(seq, seq.next_position, count, count == remaining))
+        count = min(seq.most_tokens(num_scores), room, budget.prefill_chunk, num_tokens)
+        if count < 1 or (remaining == 1 and seq.draws):
+            continue
+        chunks.append(Chunk(seq, seq.next_position, count, seq.draws and count == remaining))
         num_tokens -= count
+        num_scores -= len(chunks[-1].scored)
     return chunks
 
 

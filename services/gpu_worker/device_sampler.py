@@ -19,7 +19,7 @@ from kernels.logit_edits import BANNED, SEEN, LogitEdits, edit_logits_
 from kernels.token_mask import forbid_, num_words
 from services.gpu_worker.batch import SampledToken
 from services.gpu_worker.gpu_inputs import upload
-from services.gpu_worker.sampler import LOGPROB_FLOOR, Draw, changes_logits, validate
+from services.gpu_worker.sampler import LOGPROB_FLOOR, Draw, validate
 
 
 class PendingTokens:
@@ -43,10 +43,8 @@ class PendingTokens:
             self._ended.synchronize()
         tokens = [SampledToken(i) if i != NOT_FINITE else None for i in self._copies[0].tolist()]
         if self._logprobs is not None:
-            told = self._logprobs.told(*(copy.tolist() for copy in self._copies[1:]))
-            for row, (logprob, top) in told.items():
-                token = tokens[row]
-                tokens[row] = None if token is None else SampledToken(token.token_id, logprob, top)
+            for row, told in self._logprobs.told(*(copy.tolist() for copy in self._copies[1:])).items():
+                tokens[row] = None if tokens[row] is None else told
         return tokens
 
     def fill_in(self, token_ids: torch.Tensor) -> None:
@@ -65,24 +63,26 @@ def _on_host(tensor: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True)
 class _Logprobs:
-    """rows: those that ask, and for how many of the best tokens. tensors, of these rows: logits of the tokens drawn,
-    the largest, sums of weights, ids and logits of the best."""
+    """rows: those that ask, and for how many of the best tokens. tensors, of these rows: the tokens that are asked
+    about, their logits and ranks, the largest, sums of weights, ids and logits of the best."""
 
     rows: dict[int, int]
     tensors: tuple[torch.Tensor, ...]
 
     def told(
-        self, logits: list[float], largest: list[float], totals: list[int], ids: list[list[int]],
-        best: list[list[float]],
-    ) -> dict[int, tuple[float, tuple[tuple[int, float], ...]]]:  # fmt: skip
+        self, tokens: list[int], logits: list[float], ranks: list[int], largest: list[float], totals: list[int],
+        ids: list[list[int]], best: list[list[float]],
+    ) -> dict[int, SampledToken]:  # fmt: skip
         told = {}
         for n, (row, num_top) in enumerate(self.rows.items()):
             if totals[n] > 0:  # else the logits are not finite
                 whole = log_sum(largest[n], totals[n])
                 top = zip(ids[n][:num_top], best[n][:num_top], strict=True)
-                told[row] = (
+                told[row] = SampledToken(
+                    tokens[n],
                     max(LOGPROB_FLOOR, logits[n] - whole),
                     tuple((token_id, max(LOGPROB_FLOOR, logit - whole)) for token_id, logit in top),
+                    ranks[n],
                 )
         return told
 
@@ -95,27 +95,41 @@ def draw(logits: torch.Tensor, draws: Seq[Draw]) -> PendingTokens:
         reason = validate(d.params, logits.shape[1])
         if reason is not None:
             raise ValueError(reason)
-    asked = ((n, d.params.logprobs) for n, d in enumerate(draws))
+    asked = ((n, d.token_choice.num_top) for n, d in enumerate(draws))
     wanted = {n: min(count, logits.shape[1]) for n, count in asked if count is not None}
     rows, masks = draw_rows([d.token_choice for d in draws]), masks_of(draws, logits.shape[1])
     edits = edits_of(draws, logits.shape[1], masks)
-    sent = [*rows.tensors(), torch.tensor(list(wanted), dtype=torch.int64), *_packed(masks), *edits.tensors()]
-    there = upload(sent, logits.device)
+    targets = [-1 if (target := draws[n].target) is None else target for n in wanted]
+    asking = [torch.tensor(values, dtype=torch.int64) for values in (list(wanted), targets)]
+    there = upload([*rows.tensors(), *asking, *_packed(masks), *edits.tensors()], logits.device)
     raw = logits.index_select(0, there[5]) if wanted else None  # before it is changed
     if masks:
-        forbid_(logits, there[6], there[7])
+        forbid_(logits, there[7], there[8])
     if edits.rows.shape[0]:
-        edit_logits_(logits, LogitEdits(*there[8:]))
+        edit_logits_(logits, LogitEdits(*there[9:]))
     token_ids = draw_tokens(logits, rows.with_tensors(there[:5]))
     if raw is None:
         return PendingTokens(token_ids)
-    drawn = raw.gather(1, token_ids.index_select(0, there[5]).clamp(min=0)[:, None])[:, 0]
-    return PendingTokens(token_ids, _Logprobs(wanted, (drawn, *log_sums(raw, max(wanted.values())).tensors())))
+    asked_ids = torch.where(there[6] < 0, token_ids.index_select(0, there[5]).clamp(min=0), there[6])
+    logits_of = raw.gather(1, asked_ids[:, None])
+    ranks = torch.zeros_like(asked_ids)
+    if max(targets) >= 0:
+        ranks = torch.where(there[6] < 0, ranks, _ranks(raw, asked_ids, logits_of))
+    sums = log_sums(raw, max(wanted.values()))
+    return PendingTokens(token_ids, _Logprobs(wanted, (asked_ids, logits_of[:, 0], ranks, *sums.tensors())))
+
+
+def _ranks(raw: torch.Tensor, token_ids: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+    """Of one token a row, among all, the best being 1; of equal ones the lower id comes first."""
+    before = torch.arange(raw.shape[1], device=raw.device) < token_ids[:, None]
+    return ((raw > logits) | ((raw == logits) & before)).sum(-1) + 1
 
 
 def needs_history(draw: Draw) -> bool:
     """Must all tokens before be known, to draw this one?"""
     p = draw.params
+    if draw.target is not None:
+        return False
     penalised = p.repetition_penalty != 1.0 or p.frequency_penalty != 0.0 or p.presence_penalty != 0.0
     return penalised or p.constraint is not None
 
@@ -149,7 +163,7 @@ def edits_of(draws: Seq[Draw], vocab_size: int, masks: Mapping[int, Mask]) -> Lo
     flags: list[int] = []
     counts: list[int] = []
     for row, d in enumerate(draws):
-        if not changes_logits(d.params, d.position):
+        if not d.changes_logits:
             continue
         p = d.params
         banned = _banned(d, vocab_size, masks.get(row))

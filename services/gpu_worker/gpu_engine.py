@@ -19,6 +19,7 @@ import torch
 from kernels.kv_cache import KvCache, empty_kv_cache
 from services.gpu_worker.attention_plan import Geometry
 from services.gpu_worker.batch import Chunk, Drawn, EngineInfo, Sequence
+from services.gpu_worker.composer import MAX_SCORES
 from services.gpu_worker.cuda_graphs import DecodeGraphs, Recorder
 from services.gpu_worker.device import computed_types
 from services.gpu_worker.device_sampler import PendingTokens, draw, needs_history
@@ -50,19 +51,22 @@ DEFAULT_LIMITS = StepLimits(512, 64, 0.9)
 
 
 def largest_step(engine: GpuEngine, limits: StepLimits) -> None:
-    """As many tokens and samples as may be, of the longest sequences; the engine's only block takes what they store."""
+    """As many tokens, samples and scores of prompts as may be, of the longest sequences; the engine's only block takes
+    what they store."""
     info = engine.info
     params = SamplingParams(
-        max_tokens=1, temperature=1.0, top_p=0.9, logprobs=20, repetition_penalty=1.1, logit_bias={0: 1.0}, seed=0
-    )
+        max_tokens=1, temperature=1.0, top_p=0.9, logprobs=20, repetition_penalty=1.1, logit_bias={0: 1.0}, seed=0,
+        prompt_logprobs=20,
+    )  # fmt: skip
     chunks, left, length = [], limits.max_num_batched_tokens, info.max_model_len
     token_ids, block_ids = [0] * length, [0] * -(-length // info.block_size)
     for number in range(min(limits.max_num_seqs, left)):
         later = min(limits.max_num_seqs, limits.max_num_batched_tokens) - number - 1
         count = min(left - later, length)
+        num_scores = min(count - 1, MAX_SCORES) if number == 0 else 0
         seq = Sequence(
             sid="largest", epoch=0, choice=0, params=params, num_prompt_tokens=length, token_ids=token_ids,
-            block_ids=block_ids,
+            block_ids=block_ids, score_from=length - 1 - num_scores,
         )  # fmt: skip
         chunks.append(Chunk(seq, length - count, count, True))
         left -= count
@@ -74,7 +78,7 @@ class GpuStep:
         self, chunks: Seq[Chunk], sample_chunks: Seq[int], tokens: PendingTokens, may_be_followed: bool
     ) -> None:
         self.may_be_followed = may_be_followed
-        self.samples = {id(chunks[i].seq): n for n, i in enumerate(sample_chunks)}
+        self.samples = {id(chunks[i].seq): n for n, i in enumerate(sample_chunks) if chunks[i].sample}
         self.tokens = tokens
         self._chunks = chunks  # also keeps the sequences, and so their ids
         self._sample_chunks = sample_chunks

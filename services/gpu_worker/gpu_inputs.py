@@ -72,8 +72,7 @@ def build_inputs(
         token_ids += input_ids(chunk)
         if len(token_ids) < first_row + chunk.num_rows:
             token_ids.append(-1 - before[id(chunk.seq)])
-        if chunk.sample:
-            samples += [(first_row + row, i) for row in range(chunk.count - 1, chunk.num_rows)]
+        samples += [(first_row + row, i) for row in chunk.logit_rows]
     ordered = [chunks[i] for i in order]
     positions = np.concatenate([np.arange(c.start, c.start + c.num_rows) for c in ordered])
     inputs = DeviceInputs(

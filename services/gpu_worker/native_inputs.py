@@ -60,12 +60,10 @@ def build_native_inputs(
         positions += range(start, end)
         row_blocks += [blocks[position // size] for position in range(start, end)]
         block_ids += blocks[: -(-end // size)]
-        if not chunk.sample:
-            continue
         params = chunk.seq.params
-        for row in range(chunk.count - 1, chunk.num_rows):
+        for row in chunk.logit_rows:
             position = start + row + 1 - chunk.seq.num_prompt_tokens
-            if not needs_only_logits(params, position):
+            if position < 0 or not needs_only_logits(params, position):
                 host_samples.append(len(sample_rows))
             elif params.temperature >= GREEDY_BELOW:
                 key = (params.seed & MASK, params.seed >> 32, position, chunk.seq.choice)

@@ -169,9 +169,9 @@ class RunningSet:
             return
         seq = sequence_of(admit, admission, self.info.vocab_size)
         problem = whats_wrong(seq, self.info, self._validate)
-        reason = "" if problem else finish_reason(seq, self.info.max_num_tokens)
+        reason = "" if problem or seq.is_scoring else finish_reason(seq, self.info.max_num_tokens)
         if problem or reason:  # over before it begins: holds nothing, says so through the log
-            self.ledger.open(seq, admission.logprobs)
+            self.ledger.open(seq, admission.logprobs, admission.scores)
             self._conclude(seq, "error" if problem else reason, "invalid_request" if problem else "", problem)
             return
         refusal = why_refused(admit, seq, self.pool_term, self.blocks, self.sealed)
@@ -184,7 +184,7 @@ class RunningSet:
         self.sealed.forget(seq.block_ids[seq.num_sealed :])
         self.blocks.hold(seq.sid, seq.block_ids)
         self.sequences[seq.sid] = seq
-        self.ledger.open(seq, admission.logprobs)
+        self.ledger.open(seq, admission.logprobs, admission.scores)
         self.counts["cached_tokens"] += seq.cached_tokens
 
     def awaits_answer(self, sid: str, epoch: int) -> bool:
@@ -264,7 +264,7 @@ class RunningSet:
         may_think: between the two a model may guess."""
         most = self.info.max_num_tokens
         able = [seq for seq in self.sequences.values() if not seq.awaits_answer]
-        open_ones = [seq for seq in able if not is_full(seq, most, seq.num_drawing)]
+        open_ones = [seq for seq in able if seq.is_scoring or not is_full(seq, most, seq.num_drawing)]
         ready = [seq for seq in open_ones if self._has_slot(seq)]
         starved = frozenset(seq.sid for seq in open_ones).difference(seq.sid for seq in ready)
         if starved != self.starved:
@@ -334,12 +334,17 @@ class RunningSet:
         assert seq.num_computed == chunk.start, (seq.sid, seq.num_computed, chunk.start)
         seq.num_ahead -= chunk.count
         seq.num_drawing -= chunk.sample
+        num_scored = len(chunk.scored)
+        self.ledger.scored(seq, tokens[:num_scored])
+        tokens = tokens[num_scored:]
         num_before = len(seq.token_ids)
         reason = self._append(seq, tokens)
         # all but the last of what was drawn were drafts, and so they are computed
         seq.num_computed = len(seq.token_ids) - 1 if tokens else chunk.start + chunk.count
         if self._seals_blocks:
             self._seal(seq)
+        if not seq.draws and not seq.is_scoring:
+            reason = "length"
         if reason:
             self._conclude(seq, reason)
         return tokens[: len(seq.token_ids) - num_before]
@@ -393,9 +398,8 @@ class RunningSet:
     def _conclude(self, seq: Sequence, reason: str, code: str = "", message: str = "") -> None:
         """Ends a sequence with an outcome that goes through the log."""
         seq.finish = reason
-        outcome = Outcome(
-            reason=cast(FinishReason, reason), num_tokens=seq.num_output_tokens, code=code, message=message
-        )
+        num_tokens = -1 if self.ledger.is_scoring(seq) else seq.num_output_tokens
+        outcome = Outcome(reason=cast(FinishReason, reason), num_tokens=num_tokens, code=code, message=message)
         self.ledger.close(seq, outcome)
         if self.sequences.get(seq.sid) is seq:
             self._remove(seq, reason)

@@ -27,7 +27,8 @@ LOGPROB_FLOOR = -9999.0  # JSON has no infinity
 @dataclass(frozen=True, slots=True)
 class Draw:
     """What one row is drawn for. token_ids: prompt and output so far, of which the first num_prompt are prompt; there
-    are num_unknown more that are not known yet."""
+    are num_unknown more that are not known yet. target: where nothing is drawn, the token of the prompt that stands
+    there, of which only log-probability and rank are asked."""
 
     params: SamplingParams
     choice: int
@@ -36,6 +37,7 @@ class Draw:
     num_unknown: int = 0
     answer: Answer | None = None
     sid: str = ""
+    target: int | None = None
 
     @property
     def position(self) -> int:
@@ -43,11 +45,13 @@ class Draw:
 
     def mask(self) -> bytes | None:
         """Which tokens its grammar allows; None for any. AnswerFailed."""
-        return mask_after(self.sid, self.answer, self.token_ids[self.num_prompt :])
+        return None if self.target is not None else mask_after(self.sid, self.answer, self.token_ids[self.num_prompt :])
 
     @property
     def token_choice(self) -> TokenChoice:
         p = self.params
+        if self.target is not None:
+            return TokenChoice(NoiseKey(0, 0, 0), temperature=0.0, num_top=p.prompt_logprobs)
         key = NoiseKey(p.seed, self.choice, self.position)
         return TokenChoice(key, 0.0 if self.is_greedy else p.temperature, p.top_k, p.top_p, p.min_p, p.logprobs)
 
@@ -58,7 +62,11 @@ class Draw:
     @property
     def is_plain(self) -> bool:
         """The token is the argmax of the logits as they are, and nobody asks for log-probabilities."""
-        return self.is_greedy and self.params.logprobs is None and not changes_logits(self.params, self.position)
+        return self.target is None and self.is_greedy and self.params.logprobs is None and not self.changes_logits
+
+    @property
+    def changes_logits(self) -> bool:
+        return self.target is None and changes_logits(self.params, self.position)
 
 
 def changes_logits(params: SamplingParams, position: int) -> bool:
@@ -101,15 +109,20 @@ def sample(logits: torch.Tensor, draws: Seq[Draw], native: NativeOps | None = No
         if reason is not None:
             raise ValueError(reason)
     rows = [apply_controls(row, draw) for row, draw in zip(logits, draws, strict=True)]
-    return list(map(_sampled, sample_tokens(rows, logits, [draw.token_choice for draw in draws], native)))
+    chosen = sample_tokens(rows, logits, [draw.token_choice for draw in draws], native)
+    return [_sampled(*each) for each in zip(chosen, logits, draws, strict=True)]
 
 
-def _sampled(chosen: ChosenToken) -> SampledToken:
+def _sampled(chosen: ChosenToken, row: torch.Tensor, draw: Draw) -> SampledToken:
     def logprob(logit: float) -> float:
         return max(LOGPROB_FLOOR, logit - chosen.log_sum)
 
     top = tuple((token_id, logprob(logit)) for token_id, logit in chosen.top)
-    return SampledToken(chosen.token_id, logprob(chosen.logit), top)
+    if draw.target is None:
+        return SampledToken(chosen.token_id, logprob(chosen.logit), top)
+    logit = row[draw.target]
+    num_better = int((row > logit).sum()) + int((row[: draw.target] == logit).sum())
+    return SampledToken(draw.target, logprob(float(logit)), top, num_better + 1)
 
 
 def _forbid(row: torch.Tensor, mask: bytes | None) -> None:
@@ -124,7 +137,7 @@ def _forbid(row: torch.Tensor, mask: bytes | None) -> None:
 def apply_controls(row: torch.Tensor, draw: Draw) -> torch.Tensor:
     """The logits after bias, bans and penalties; the row itself where nothing changes."""
     params = draw.params
-    if not changes_logits(params, draw.position):
+    if not draw.changes_logits:
         return row
     row = row.clone()
     if params.logit_bias:

@@ -75,7 +75,13 @@ class ScriptedEngine:
         self._meet_memory(chunks)
         for chunk in chunks:
             self._write(chunk)
-        return [tuple(self._draws(c)) if c.sample else () for c in chunks]
+        return [(*self._scores(c), *(self._draws(c) if c.sample else ())) for c in chunks]
+
+    def _scores(self, chunk: Chunk) -> Iterator[SampledToken]:
+        seq, num_top = chunk.seq, chunk.seq.params.prompt_logprobs or 0
+        for number in chunk.scored:
+            self._meet_faults(seq)
+            yield _scored(seq.token_ids[: number + 2], num_top)
 
     def _draws(self, chunk: Chunk) -> Iterator[SampledToken]:
         for num_drafts, draft_id in enumerate((*chunk.draft_ids, -1)):
@@ -133,6 +139,13 @@ class ScriptedEngine:
         rest = [(token + i) % vocab.VOCAB_SIZE for i in range(1, params.logprobs)]
         ranked = [token, *rest][: params.logprobs]
         return SampledToken(token, -0.5, tuple((t, -0.5 - rank) for rank, t in enumerate(ranked)))
+
+
+def _scored(ids: Seq[int], num_top: int) -> SampledToken:
+    """The last of them: by its rank it is likely, and its neighbours by id are the tokens around it."""
+    rank, token_id = vocab.rank(ids), ids[-1]
+    top = ((token_id + i - rank) % vocab.VOCAB_SIZE for i in range(1, num_top + 1))
+    return SampledToken(token_id, -0.25 * rank, tuple((t, -0.25 * i) for i, t in enumerate(top, 1)), rank)
 
 
 def validate(params: SamplingParams, vocab_size: int) -> str | None:

@@ -58,12 +58,7 @@ def build_step_inputs(chunks: Seq[Chunk], geometry: Geometry) -> StepInputs:
     ids = [np.array(input_ids(chunks[i])) for i in order]
     positions = [np.arange(s.first_position, s.first_position + s.num_rows) for s in spans]
     slots = np.concatenate([_slots(s, p, geometry) for s, p in zip(spans, positions, strict=True)])
-    sampled = [
-        (span.first_row + row, i)
-        for span, i in zip(spans, order, strict=True)
-        if chunks[i].sample
-        for row in range(chunks[i].count - 1, span.num_rows)
-    ]
+    sampled = [(span.first_row + row, i) for span, i in zip(spans, order, strict=True) for row in chunks[i].logit_rows]
     return StepInputs(
         num_rows=first_row,
         token_ids=_padded(ids, first_row),

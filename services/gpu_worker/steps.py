@@ -41,7 +41,7 @@ class OverlappingEngine(Engine, Protocol):
 
 def results_of(step: Step, chunks: Seq[Chunk]) -> list[Drawn]:
     drawn = step.results()
-    if [len(tokens) > 0 for tokens in drawn] != [c.sample for c in chunks]:
+    if [len(d) > len(c.scored) for d, c in zip(drawn, chunks, strict=True)] != [c.sample for c in chunks]:
         raise ValueError("the engine's results do not match its chunks")
     return drawn
 

@@ -116,14 +116,14 @@ class Batcher:
 
     # --- answers ---------------------------------------------------------------------------------------------------
 
-    def on_record(self, sid: str, ids: bytes | None, salt: bytes) -> None:
+    def on_record(self, sid: str, ids: bytes | None, salt: bytes, scoring: bool) -> None:
         queued = self.queue.get(sid)
         if queued is None or queued.state is not QueueState.READING:
             return
         if ids is None:
             del self.queue[sid]
             return
-        queued.ids, queued.salt, queued.state = ids, salt, QueueState.WAITING
+        queued.ids, queued.salt, queued.scoring, queued.state = ids, salt, scoring, QueueState.WAITING
         queued.num_output_tokens = len(ids) // 4 - queued.num_prompt_tokens
 
     def on_table(self, table: Table, now: float) -> None:
@@ -302,7 +302,7 @@ class Batcher:
             queued.state = QueueState.READING
             self._out.act(ReadRecord(queued.sid))
             return True
-        if not self._prefix_caching or not self.matching.is_worthwhile(queued, candidates):
+        if not self._matches(queued) or not self.matching.is_worthwhile(queued, candidates):
             return self._ensure_in_turn(queued, candidates, now)
         self.matching.ask(queued, candidates, now)
         return True
@@ -314,6 +314,10 @@ class Batcher:
         self._ensure(queued, view, now)
         return True
 
+    def _matches(self, queued: Queued) -> bool:
+        """Is it of use to know what is cached of its prompt?"""
+        return self._prefix_caching and not queued.scoring
+
     def _ensure(self, queued: Queued, view: WorkerView, now: float) -> None:
         queued.state, queued.worker = QueueState.ENSURING, view.worker
         queued.blocks_left = self.fairness.blocks_left(queued, view, now)
@@ -321,7 +325,7 @@ class Batcher:
         view.placing.add(queued.sid)
         self._out.call(
             view, now, Ensure, sid=queued.sid, epoch=queued.epoch + 1, salt=queued.salt, ids=queued.ids,
-            wait_for_leader=queued.patient and self._prefix_caching, use_cached=self._prefix_caching,
+            wait_for_leader=queued.patient and self._matches(queued), use_cached=self._matches(queued),
             keep_free=len(view.running) + queued.blocks_left,
         )  # fmt: skip
 

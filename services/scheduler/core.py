@@ -71,9 +71,10 @@ class SchedulerCore:
         """id: of a sequence, or of a request, all of whose queued sequences were cancelled."""
         self._batcher.cancel(id, now)
 
-    def on_record(self, sid: str, ids: bytes | None, salt: bytes) -> None:
-        """ids: packed prompt and committed output; None: no such record any more."""
-        self._batcher.on_record(sid, ids, salt)
+    def on_record(self, sid: str, ids: bytes | None, salt: bytes, *, scoring: bool = False) -> None:
+        """ids: packed prompt and committed output; None: no such record any more. scoring: log-probabilities of its
+        prompt are asked for and missing yet, so that all of it has to be computed."""
+        self._batcher.on_record(sid, ids, salt, scoring)
 
     def on_assigned(self, action: Assign, status: str, now: float) -> None:
         """status: as the script says; the shell sees to it that a worker which is another's is lost."""
@@ -92,7 +93,7 @@ class SchedulerCore:
             running.priority, running.arrival_ms = record.priority, record.arrival_ms
             running.suspect = record.strikes >= self._max_strikes
             running.key, running.end_by_ms = deadlines.owner, deadlines.end_by_ms
-            running.first_by_ms = 0 if record.num_tokens else deadlines.first_by_ms
+            running.first_by_ms = 0 if record.num_tokens > 0 else deadlines.first_by_ms
 
     # --- events: workers and stores --------------------------------------------------------------------------------
 

@@ -119,15 +119,17 @@ class Executor:
             num_prompt_tokens = queued.num_prompt_tokens
             if not record.spec.num_prompt_tokens == num_prompt_tokens == len(record.prompt) / 4 > 0:
                 raise ProtocolError("the prompt is not as long as is said")
-            ids = [record.prompt]
+            ids, position = [record.prompt], record.spec.log_start
             if queued.epoch > 0:
-                ids += [pack_ids(chunk.ids) for chunk in await self._records.log(action.sid)]
+                chunks = await self._records.log(action.sid)
+                ids += [pack_ids(chunk.ids) for chunk in chunks if chunk.first >= 0]
+                position += sum(len(chunk.ids) for chunk in chunks)
         except ProtocolError as e:
             log.error("the records of %s cannot be read: %s", action.sid, e)
             await self._scripts.finish(action.sid, UNREADABLE)
             core.on_record(action.sid, None, b"")
             return
-        core.on_record(action.sid, b"".join(ids), record.spec.salt)
+        core.on_record(action.sid, b"".join(ids), record.spec.salt, scoring=position < 0)
 
     async def _call(self, store: str, todo: Sequence[Action], core: SchedulerCore) -> int:
         workers, messages = _calls(store, todo)

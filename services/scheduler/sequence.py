@@ -37,6 +37,7 @@ class Queued:
     worker: str = ""  # chosen
     ids: bytes = b""  # packed prompt and output, once read
     salt: bytes = b""
+    scoring: bool = False  # log-probabilities of its prompt are missing yet: all of it is computed
     matches: dict[str, int] = field(default_factory=dict)  # worker -> cached length
     asked: frozenset[str] = frozenset()  # workers whose match is awaited
     asked_at: float = 0.0

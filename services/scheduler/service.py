@@ -166,7 +166,7 @@ class SchedulerService:
         try:
             queued = Queued(
                 sid=fields[b"sid"].decode(), epoch=int(fields[b"epoch"]), num_prompt_tokens=int(fields[b"prompt"]),
-                num_output_tokens=int(fields[b"output"]), priority=int(fields[b"priority"]),
+                num_output_tokens=max(0, int(fields[b"output"])), priority=int(fields[b"priority"]),
                 arrival_ms=int(fields[b"arrival"]), strikes=int(fields[b"strikes"]), offered=offered,
                 key=fields.get(b"key", b"").decode(), start_by_ms=int(fields.get(b"start_by", 0)),
                 first_by_ms=int(fields.get(b"first_by", 0)), end_by_ms=int(fields.get(b"end_by", 0)),

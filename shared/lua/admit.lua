@@ -2,8 +2,8 @@
 -- has one, by its repeat key. The first write is refused on a full server: nothing is half done. ARGV: max_requests,
 -- max_tokens, gateway, priority, resume_ms, owner, what the owner (an API key) may have: open prompts, calls a minute,
 -- tokens a minute (0 = any), time limits (ms, 0 = none) of which deadlines are made here: to start, for the first token,
--- for all; repeat key or '', how many fields, name and value of each, as they go into every request's record, then 5 a
--- prompt: rid, n, tokens, prompt, spec.
+-- for all; repeat key or '', how many fields, name and value of each, as they go into every request's record, then 6 a
+-- prompt: rid, n, tokens, prompt, spec, where its logs begin.
 -- Answer: {status, the number that it is about, ms to wait, sequences that have ever left the queue, then of requests
 -- and of tokens: what is left of the owner's minute, ms until all of it is; the rid of the call that is meant}.
 local max_requests, max_tokens = tonumber(ARGV[1]), tonumber(ARGV[2])
@@ -12,7 +12,7 @@ local max_open, per_minute = tonumber(ARGV[7]), {requests = tonumber(ARGV[8]), t
 local start_ms, first_ms, end_ms = tonumber(ARGV[10]), tonumber(ARGV[11]), tonumber(ARGV[12])
 local repeat_key, first = ARGV[13], 15 + 2 * ARGV[14]
 local rid = repeat_key ~= '' and redis.call('GET', P .. 'repeat:' .. repeat_key) or ARGV[first]
-local r, opened, now, num_prompts = P .. 'r:' .. rid, P .. 'open:' .. owner, now_ms(), (#ARGV - first + 1) / 5
+local r, opened, now, num_prompts = P .. 'r:' .. rid, P .. 'open:' .. owner, now_ms(), (#ARGV - first + 1) / 6
 local MINUTE_MS, ROUNDING = 60000, 1e-6
 
 local function left_of(what)
@@ -35,7 +35,7 @@ end
 if redis.call('EXISTS', r) == 1 then return answer('exists', 0) end
 rid = ARGV[first]
 local n, num_tokens, prompt_tokens = 0, 0, 0
-for i = first, #ARGV, 5 do
+for i = first, #ARGV, 6 do
   -- Everybody counts with this: a wrong number would hold up others, and a huge one could never be taken back.
   local num, too_odd = tonumber(ARGV[i + 2]), 'ERR a prompt is not as long as is said'
   if num < 1 or #ARGV[i + 3] ~= 4 * num then return redis.error_reply(too_odd) end
@@ -56,7 +56,7 @@ local tokens = tonumber(redis.call('HGET', P .. 'queue', 'tokens') or '0')
 if queued > 0 and tokens + num_tokens > max_tokens then return answer('full_tokens', tokens) end
 
 local function deadline(ms) return ms > 0 and now + ms or 0 end
-local function admit(rid, choices, prompt_tokens, prompt, spec)
+local function admit(rid, choices, prompt_tokens, prompt, spec, log_start)
   redis.call('HSET', P .. 'r:' .. rid, 'prompt', prompt, 'spec', spec, 'n', choices, 'open', choices,
     'arrival_ms', now, 'resume_ms', resume_ms, 'owner', owner, 'start_by', deadline(start_ms),
     'first_by', deadline(first_ms), 'end_by', deadline(end_ms), unpack(ARGV, 15, first - 1))
@@ -65,14 +65,16 @@ local function admit(rid, choices, prompt_tokens, prompt, spec)
   for i = 0, choices - 1 do
     local sid = rid .. '.' .. i
     enqueue(sid, new_sequence(sid, 'gateway', gateway, 'prompt_tokens', prompt_tokens, 'priority', priority,
-      'arrival_ms', now, 'resume_ms', resume_ms), 0)
+      'arrival_ms', now, 'resume_ms', resume_ms, 'num_tokens', log_start), 0)
   end
 end
 
-for i = first, #ARGV, 5 do admit(ARGV[i], tonumber(ARGV[i + 1]), ARGV[i + 2], ARGV[i + 3], ARGV[i + 4]) end
+for i = first, #ARGV, 6 do
+  admit(ARGV[i], tonumber(ARGV[i + 1]), ARGV[i + 2], ARGV[i + 3], ARGV[i + 4], ARGV[i + 5])
+end
 if num_prompts > 1 then -- they expire together
   local rids = {}
-  for i = first, #ARGV, 5 do
+  for i = first, #ARGV, 6 do
     redis.call('HSET', P .. 'r:' .. ARGV[i], 'call', rid)
     rids[#rids + 1] = ARGV[i]
   end

@@ -19,6 +19,7 @@ local function sequence_key(sid) return P .. 's:' .. sid end
 local function request_of(sid) return string.match(sid, '^(.*)%.%d+$') end
 
 -- A sequence before its first place. Its fields: name, value..., besides those that all begin with. Returns its key.
+-- num_tokens is where its log ends, among the output tokens: below 0 while log-probabilities of the prompt are missing.
 local function new_sequence(sid, ...)
   local s = sequence_key(sid)
   redis.call('HSET', s, 'epoch', 0, 'attach', 1, 'num_tokens', 0, 'strikes', 0, ...)
@@ -38,7 +39,7 @@ local function enqueue(sid, s, epoch)
   local f = redis.call('HMGET', s, 'prompt_tokens', 'num_tokens', 'priority', 'arrival_ms', 'strikes')
   local d = redis.call('HMGET', P .. 'r:' .. request_of(sid), 'owner', 'start_by', 'first_by', 'end_by')
   local start_by = tonumber(epoch) == 0 and d[2] or 0
-  local first_by = tonumber(f[2]) == 0 and d[3] or 0
+  local first_by = tonumber(f[2]) <= 0 and d[3] or 0
   local qid = redis.call('XADD', P .. 'requests', '*', 'sid', sid, 'epoch', epoch, 'prompt', f[1], 'output', f[2],
     'priority', f[3], 'arrival', f[4], 'strikes', f[5], 'key', d[1] or '', 'start_by', start_by or 0,
     'first_by', first_by or 0, 'end_by', d[4] or 0)
@@ -96,7 +97,7 @@ local function settle_request(rid)
   if f[3] then
     local num_tokens = 0
     for i = 0, f[1] - 1 do
-      num_tokens = num_tokens + (redis.call('HGET', sequence_key(rid .. '.' .. i), 'num_tokens') or 0)
+      num_tokens = num_tokens + math.max(0, redis.call('HGET', sequence_key(rid .. '.' .. i), 'num_tokens') or 0)
     end
     if num_tokens > 0 then take_from_bucket(f[2], 'tokens', now_ms(), num_tokens * f[3]) end
   end
@@ -129,5 +130,5 @@ end
 local function keep_dead(sid, s, reason, deaths)
   local worker, prompt, output = unpack(redis.call('HMGET', s, 'worker', 'prompt_tokens', 'num_tokens'))
   redis.call('XADD', P .. 'dead', 'MAXLEN', '~', 1000, '*', 'sid', sid, 'reason', reason, 'deaths', deaths,
-    'prompt', prompt, 'output', output, 'worker', worker or '')
+    'prompt', prompt, 'output', math.max(0, output), 'worker', worker or '')
 end

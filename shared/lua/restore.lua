@@ -1,7 +1,7 @@
 -- Puts back a request that a Redis without an append-only file has forgotten, with the tokens that its gateway has had.
 -- Nothing if it is there. ARGV: rid, gateway, attach number, owner, resume_ms, retention_ms, body digest, total_ms (0 =
 -- no limit, else from now on), prompt tokens, prompt, spec, n, repeat key or '', then a choice: outcome ('' = goes on),
--- tokens, number of chunks, chunk... Answer: 1, or 0. Prompts of a call come back one by one, and expire so.
+-- where its log ends, number of chunks, chunk... Answer: 1, or 0. Prompts of a call come back one by one, and expire so.
 run_when_full()
 local rid, gateway, attach, owner, resume_ms = ARGV[1], ARGV[2], ARGV[3], ARGV[4], ARGV[5]
 local total_ms, prompt_tokens, n = tonumber(ARGV[8]), ARGV[9], tonumber(ARGV[12])

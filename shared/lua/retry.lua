@@ -1,7 +1,8 @@
 -- Runs a dead request again, under another id: a copy of its record with no reader, without time limits and rates, its
--- sequences suspects from the start. Refused on a full server. ARGV: old rid, new rid, spec, strikes, resume_ms.
+-- sequences suspects from the start. Refused on a full server. ARGV: old rid, new rid, spec, strikes, resume_ms,
+-- where its logs begin.
 -- Answer: ok, exists (a repeat), or gone (the record has expired).
-local old, new, spec, strikes, resume_ms = ARGV[1], ARGV[2], ARGV[3], ARGV[4], ARGV[5]
+local old, new, spec, strikes, resume_ms, log_start = ARGV[1], ARGV[2], ARGV[3], ARGV[4], ARGV[5], ARGV[6]
 local r = P .. 'r:' .. new
 if redis.call('EXISTS', r) == 1 then return 'exists' end
 local fields = redis.call('HGETALL', P .. 'r:' .. old)
@@ -17,6 +18,6 @@ for i = 0, record['n'] - 1 do
   local sid = new .. '.' .. i
   local f = redis.call('HMGET', sequence_key(old .. '.' .. i), 'prompt_tokens', 'priority')
   enqueue(sid, new_sequence(sid, 'gateway', '', 'strikes', strikes, 'prompt_tokens', f[1], 'priority', f[2],
-    'arrival_ms', now, 'resume_ms', resume_ms, 'orphan_at_ms', now + resume_ms), 0)
+    'arrival_ms', now, 'resume_ms', resume_ms, 'orphan_at_ms', now + resume_ms, 'num_tokens', log_start), 0)
 end
 return 'ok'

@@ -134,6 +134,9 @@ def test_a_prompt_that_fills_the_context() -> None:
     assert refused(completion, prompt=[1] * 100).code == "context_length_exceeded"
     assert completion(prompt=[1] * 99)[0].sampling.max_tokens == 1
     assert completion(prompt=[1] * 100, max_tokens=0)[0].sampling.max_tokens == 0
+    scored = {"max_tokens": 0, "echo": True, "logprobs": 1}  # it is computed, so a worker takes it as any other
+    assert refused(completion, prompt=[1] * 100, **scored).code == "context_length_exceeded"
+    assert completion(prompt=[1] * 99, **scored)[0].sampling.max_tokens == 0
     assert refused(completion, prompt=[1] * 101, max_tokens=0).code == "context_length_exceeded"
 
 
@@ -177,6 +180,7 @@ def test_defaults_are_resolved() -> None:
         "stop_token_ids": (EOS,),
         "ignore_eos": False,
         "logprobs": None,
+        "prompt_logprobs": None,
         "num_speculative_tokens": None,
     }
 
@@ -232,7 +236,8 @@ def test_logprobs_of_both_shapes() -> None:
         (completion, {"n": 3, "best_of": 2}, "best_of"),
         (completion, {"best_of": 2, "stream": True}, "best_of"),
         (completion, {"n": 2, "best_of": 9}, "best_of"),
-        (completion, {"echo": True, "logprobs": 1}, "logprobs"),
+        (completion, {"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
+        (chat, {"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
         (chat, {"stream_options": {"include_usage": True}}, "stream_options"),
         (completion, {"allowed_token_ids": [1, VOCAB]}, "allowed_token_ids[1]"),
         (completion, {"bad_words": ["x", " "]}, "bad_words[1]"),
@@ -267,6 +272,9 @@ def test_text_parameters() -> None:
         "continuous_usage": False,
         "num_shown": None,
         "hides_logprobs": False,
+        "prompt_logprobs": None,
+        "return_token_ids": False,
+        "return_tokens_as_token_ids": False,
         "created": 1721995200,
         "system_fingerprint": "",
         "tool_format": "",

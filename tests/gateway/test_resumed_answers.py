@@ -128,6 +128,21 @@ def by_choice(events: Sequence[tuple[str, str]]) -> dict[Any, list[Any]]:
     return found
 
 
+def of_prompt(first: int, ids: Sequence[int], finish: str = "") -> TokenChunk:
+    logprobs = tuple((-0.25 * i, ((i, -0.25 * i),)) for i in ids)
+    return TokenChunk(first=first, ids=tuple(ids), logprobs=logprobs, ranks=tuple(ids), finish=finish)
+
+
+@st.composite
+def prompt_logs(draw: st.DrawFn, ids: Sequence[int], sampling: SamplingParams) -> tuple[TokenChunk, ...]:
+    if sampling.prompt_logprobs is None:
+        return ()
+    finish = "" if sampling.max_tokens else "length"
+    if draw(st.booleans()):
+        return (of_prompt(-2, ids[1:], finish),)
+    return of_prompt(-2, ids[1:2]), of_prompt(-1, ids[2:], finish)
+
+
 @st.composite
 def logs(draw: st.DrawFn, with_logprobs: bool) -> tuple[TokenChunk, ...]:
     ids = draw(st.lists(st.integers(0, EOS), min_size=1, max_size=8))
@@ -155,15 +170,20 @@ def calls(draw: st.DrawFn) -> Call:
         api=api, stream=True, include_usage=draw(st.booleans()), created=1,
         stop=draw(st.lists(STOPS, max_size=2)),
         include_stop_str_in_output=draw(st.booleans()), skip_special_tokens=draw(st.booleans()),
-        echo=api == "completions" and draw(st.booleans()),
+        echo=api == "completions" and draw(st.booleans()), return_token_ids=draw(st.booleans()),
     )  # fmt: skip
     with_logprobs = draw(st.booleans())
+    scored = text.echo and with_logprobs
     sampling = SamplingParams(
-        max_tokens=draw(st.integers(1, 10)), min_tokens=draw(st.integers(0, 1)), seed=0, stop_token_ids=(EOS,),
-        logprobs=1 if with_logprobs else None,
+        max_tokens=draw(st.integers(0 if scored else 1, 10)), min_tokens=draw(st.integers(0, 1)), seed=0,
+        stop_token_ids=(EOS,), logprobs=1 if with_logprobs else None, prompt_logprobs=1 if scored else None,
     )  # fmt: skip
     prompts = tuple(PreparedPrompt([0, 1, 2 + i], sampling, text, num_choices) for i in range(num_prompts))
-    chunks = tuple(draw(logs(with_logprobs)) for _ in range(num_prompts * num_choices))
+    chunks = tuple(
+        draw(prompt_logs(prompt.ids, sampling)) + (draw(logs(with_logprobs)) if sampling.max_tokens else ())
+        for prompt in prompts
+        for _ in range(num_choices)
+    )
     return Call(prompts, chunks, tuple(draw(st.lists(st.integers(0, 5), max_size=12))))
 
 

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from services.gpu_worker.admission import Admission, NotRunnable, finish_reason, read_admission, sequence_of
+from services.gpu_worker.batch import SampledToken
 from shared.protocol import RequestSpec, TextParams, TokenChunk
 from shared.records import RequestRecord, SequenceRecord
 from shared.wire import ProtocolError, pack_ids
@@ -47,6 +48,28 @@ def test_predicted_tokens_that_the_model_does_not_have_are_left_out() -> None:
     admission = read_admission(ADMIT, "w", replace(predicted, spec=spec), record(), [])
     assert isinstance(admission, Admission) and admission.prediction == (299, 300, 5, 1 << 31)
     assert sequence_of(ADMIT, admission, 300).prediction == (299, 5)
+
+
+def test_what_the_log_has_of_a_prompt_is_not_output() -> None:
+    chunks = [
+        TokenChunk(first=-2, ids=(2,), logprobs=((-1.0, ()),), ranks=(3,)),
+        TokenChunk(first=-1, ids=(3,), logprobs=((-2.0, ((9, -0.1),)),), ranks=(5,)),
+        TokenChunk(first=0, ids=(4,)),
+    ]
+    seen = []
+    for log in (chunks[:0], chunks[:1], chunks[:2], chunks):
+        admission = read_admission(ADMIT, "w", request(prompt_logprobs=1), record(), log)
+        assert isinstance(admission, Admission)
+        seq = sequence_of(ADMIT, admission, 300)
+        seen.append((seq.token_ids, seq.num_committed, seq.score_from, seq.is_scoring))
+    assert seen == [
+        ([1, 2, 3], -2, 0, True), ([1, 2, 3], -1, 1, True), ([1, 2, 3], 0, 2, False), ([1, 2, 3, 4], 1, 2, False),
+    ]  # fmt: skip
+    assert admission.scores == (SampledToken(2, -1.0, (), 3), SampledToken(3, -2.0, ((9, -0.1),), 5))
+    with pytest.raises(ProtocolError, match="gap at -2"):
+        read_admission(ADMIT, "w", request(prompt_logprobs=1), record(), chunks[2:])
+    with pytest.raises(ProtocolError, match="gap at 0"):
+        read_admission(ADMIT, "w", request(), record(), chunks)
 
 
 def test_logprobs_of_the_log_are_kept() -> None:

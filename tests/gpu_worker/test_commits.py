@@ -58,6 +58,68 @@ class Log:
         return code, len(self.ids)
 
 
+def scores(first: int, count: int) -> list[SampledToken]:
+    return [SampledToken(i, -0.5 * i, ((i, -0.5 * i),), i + 1) for i in range(first, first + count)]
+
+
+def test_what_is_known_of_a_prompt_comes_first_and_in_chunks_of_its_own() -> None:
+    """Positions below 0, up to -1; the tokens are the prompt's from the second on."""
+    ledger, seq = opened(make_sequence(6, num_committed=-5, prompt_logprobs=1))
+    assert [(e.first, e.count) for e in ledger.build().entries] == [(-5, 0)] and not ledger.pending
+    ledger.scored(seq, scores(0, 3))
+    assert ledger.urgent and ledger.is_scoring(seq)
+    commit = ledger.build()
+    chunk = chunk_of(commit.entries[0])
+    assert (chunk.first, list(chunk.ids), chunk.ranks) == (-5, seq.token_ids[1:4], (1, 2, 3))
+    assert chunk.logprobs == ((0.0, ((0, 0.0),)), (-0.5, ((1, -0.5),)), (-1.0, ((2, -1.0),)))
+    ledger.scored(seq, scores(3, 2))
+    draw(ledger, seq, 65)
+    assert not ledger.is_scoring(seq)
+    ledger.apply(commit, [(CommitCode.APPENDED, -2)])
+    commit = ledger.build()
+    chunk = chunk_of(commit.entries[0])
+    assert (chunk.first, list(chunk.ids), chunk.ranks, chunk.finish) == (-2, seq.token_ids[4:6], (4, 5), "")
+    ledger.apply(commit, [(CommitCode.APPENDED, 0)])
+    chunk = chunk_of(ledger.build().entries[0])
+    assert (chunk.first, chunk.ids, chunk.ranks, chunk.logprobs) == (0, (65,), None, None)
+
+
+def test_a_log_that_ends_in_the_prompt_is_gone_on_with_there() -> None:
+    ledger, seq = opened(make_sequence(6, num_committed=-5, prompt_logprobs=1))
+    ledger.scored(seq, scores(0, 5))
+    ledger.apply(ledger.build(), [(CommitCode.FROM, -3)])
+    chunk = chunk_of(ledger.build().entries[0])
+    assert (chunk.first, chunk.ranks) == (-3, (3, 4, 5))
+
+
+def test_a_long_prompt_is_cut_and_its_end_closes_where_nothing_is_drawn() -> None:
+    num_chunk = commits.MAX_CHUNK_TOKENS_WITH_LOGPROBS
+    ledger, seq = opened(make_sequence(num_chunk + 3, num_committed=-num_chunk - 2, prompt_logprobs=0, max_tokens=0))
+    ledger.scored(seq, scores(0, num_chunk + 2))
+    ledger.close(seq, Outcome(reason="length", num_tokens=0))
+    first = ledger.build()
+    assert (first.entries[0].first, first.entries[0].count, first.entries[0].outcome) == (
+        -num_chunk - 2,
+        num_chunk,
+        b"",
+    )
+    assert ledger.apply(first, [(CommitCode.APPENDED, -2)]) == []
+    last = ledger.build()
+    assert chunk_of(last.entries[0]).finish == "length" and last.closing == {("r.0", 1)}
+    ledger.apply(last, [(CommitCode.APPENDED, 0)])
+    assert not len(ledger)
+
+
+def test_what_is_preempted_in_its_prompt_closes_without_an_end() -> None:
+    ledger, seq = opened(make_sequence(6, num_committed=-5, prompt_logprobs=1))
+    ledger.scored(seq, scores(0, 2))
+    ledger.close(seq, None)
+    commit = ledger.build()
+    assert commit.closing == {("r.0", 1)} and (commit.entries[0].count, commit.entries[0].outcome) == (2, b"")
+    ledger.apply(commit, [(CommitCode.APPENDED, -3)])
+    assert not len(ledger)
+
+
 def test_a_sequence_in_prefill_goes_along_with_no_tokens() -> None:
     ledger, _ = opened()
     commit = ledger.build()

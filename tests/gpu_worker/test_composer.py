@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.gpu_worker.batch import Chunk, Sequence
-from services.gpu_worker.composer import Budget, compose
+from services.gpu_worker.composer import MAX_SCORES, Budget, compose
 from tests.gpu_worker.builders import BLOCK_SIZE, make_sequence
 
 
@@ -94,3 +94,52 @@ def test_every_step_keeps_the_bounds_and_goes_on(
         assert c.start == c.seq.num_computed and 0 < c.count <= max(1, budget.prefill_chunk)
         assert c.start + c.count <= min(len(c.seq.token_ids), len(c.seq.block_ids) * BLOCK_SIZE)
         assert c.sample == (c.start + c.count == len(c.seq.token_ids))
+
+
+def scoring(sid: str, num_tokens: int = 200, **fields: int) -> Sequence:
+    seq = make_sequence(num_tokens, sid=sid, num_blocks=60, prompt_logprobs=1, max_tokens=fields.pop("max_tokens", 8))
+    seq.num_computed, seq.score_from = fields.get("num_computed", 0), fields.get("score_from", 0)
+    return seq
+
+
+def test_of_prompts_whose_log_probabilities_are_asked_for_a_step_has_few_tokens() -> None:
+    budget = {"max_num_batched_tokens": 1000, "prefill_chunk": 1000}
+    long_one = prefilling("c", num_tokens=30)
+    assert brief(plan([scoring("a"), scoring("b"), long_one], **budget)) == [
+        ("a", 0, MAX_SCORES, False),
+        ("c", 0, 30, True),
+    ]
+    assert brief(plan([scoring("a", 40), scoring("b")], **budget)) == [("a", 0, 40, True), ("b", 0, 25, False)]
+    # the last token's logits are not the prompt's
+    assert brief(plan([scoring("a", MAX_SCORES + 1)], **budget)) == [("a", 0, MAX_SCORES + 1, True)]
+    assert brief(plan([scoring("a", MAX_SCORES + 2)], **budget)) == [("a", 0, MAX_SCORES, False)]
+
+
+def test_what_the_log_has_of_a_prompt_takes_no_row_of_logits() -> None:
+    budget = {"max_num_batched_tokens": 1000, "prefill_chunk": 1000}
+    [chunk] = plan([scoring("a", score_from=100)], **budget)
+    assert (chunk.count, chunk.scored) == (100 + MAX_SCORES, range(100, 100 + MAX_SCORES))
+    [chunk] = plan([scoring("a", score_from=199)], **budget)
+    assert (chunk.count, chunk.sample, list(chunk.scored)) == (200, True, [])
+
+
+def test_where_nothing_is_drawn_the_last_token_is_not_computed() -> None:
+    [chunk] = plan([scoring("a", 30, max_tokens=0)])
+    assert (chunk.count, chunk.sample, chunk.logit_rows) == (29, False, range(29))
+    [chunk] = plan([scoring("a", 30, max_tokens=0, num_computed=28)])
+    assert brief([chunk]) == [("a", 28, 1, False)]
+
+
+@given(st.integers(2, 300), st.integers(0, 300), st.integers(1, 120), st.sampled_from([0, 4]))
+def test_every_token_of_a_prompt_is_scored_once_and_in_order(
+    num_tokens: int, score_from: int, num_batched_tokens: int, max_tokens: int
+) -> None:
+    seq = scoring("a", num_tokens, score_from=min(score_from, num_tokens - 1), max_tokens=max_tokens)
+    seq.block_ids = list(range(100))
+    scored: list[int] = []
+    while seq.is_scoring:
+        [chunk] = plan([seq], max_num_batched_tokens=num_batched_tokens, prefill_chunk=num_batched_tokens)
+        assert len(chunk.scored) <= MAX_SCORES and len(chunk.logit_rows) == len(chunk.scored) + chunk.sample
+        scored += chunk.scored
+        seq.num_computed += chunk.count
+    assert scored == list(range(seq.score_from, num_tokens - 1))

@@ -502,3 +502,55 @@ def test_without_prefix_caching_nothing_is_sealed() -> None:
     admit(running, PROMPT)
     run_dry(running, make_engine(running))
     assert not len(running.sealed) and not running.outbox.carry(()).seals
+
+
+# --- log-probabilities of prompts ------------------------------------------------------------------------------------
+
+ASKING = {"prompt_logprobs": 1, "temperature": 0.0}
+
+
+def test_a_prompt_is_scored_once_and_then_answered() -> None:
+    running = make_running()
+    engine = make_engine(running)
+    admit(running, b"prompt", block_ids=range(4), max_tokens=3, **ASKING)
+    run_dry(running, engine)
+    [account] = running.ledger._accounts.values()
+    assert [s.token_id for s in account.scores] == list(b"rompt") and account.seq.num_output_tokens == 3
+    assert ended(running) == [("r.0", 1, "length")]
+
+
+def test_where_nothing_is_to_be_drawn_the_prompt_is_all() -> None:
+    running = make_running()
+    engine = make_engine(running)
+    admit(running, b"prompt", block_ids=range(2), max_tokens=0, **ASKING)
+    assert [(c.count, c.sample) for c in step(running, engine)] == [(5, False)]
+    [account] = running.ledger._accounts.values()
+    assert account.outcome is not None and (account.outcome.reason, account.outcome.num_tokens) == ("length", 0)
+    assert not running.sequences and len(account.scores) == 5
+
+
+def test_a_prompt_of_one_token_has_nothing_to_score() -> None:
+    running = make_running()
+    admit(running, b"p", block_ids=range(1), max_tokens=0, **ASKING)
+    assert ended(running) == [("r.0", 1, "length")] and running.prepare(64) == []
+
+
+def test_an_error_before_all_of_a_prompt_is_known_names_no_length() -> None:
+    """A gateway would wait for a log that ends there, and never does."""
+    running = make_running()
+    admit(running, b"prompt", block_ids=range(2), **ASKING)
+    running.fail(running.sequences["r.0"])
+    [account] = running.ledger._accounts.values()
+    assert account.outcome is not None and (account.outcome.reason, account.outcome.num_tokens) == ("error", -1)
+
+
+def test_a_cached_prefix_is_refused_while_its_log_probabilities_are_missing() -> None:
+    running = make_running()
+    engine = make_engine(running)
+    admit(running, b"a prompt of blocks", block_ids=range(6), max_tokens=1)
+    run_dry(running, engine)
+    again: dict[str, object] = {"block_ids": [0, 1, *range(8, 12)], "cached_length": 8, "max_tokens": 1}
+    admit(running, b"a prompt of blocks", sid="s.0", **again, **ASKING)
+    assert ended(running)[-1] == ("s.0", 1, "refused")
+    admit(running, b"a prompt of blocks", sid="t.0", **again)
+    assert "t.0" in running.sequences

@@ -53,6 +53,16 @@ def test_a_sequence_that_comes_back_is_read_with_its_output() -> None:
     assert ensure.epoch == 5 and len(ensure.ids) == 60 and h.core.queue["r.0"].num_tokens == 15
 
 
+def test_a_prompt_whose_log_probabilities_are_missing_matches_nothing() -> None:
+    h = Hand()
+    for sid, scoring in (("r.0", True), ("s.0", False)):
+        h.queue(sid, 10)
+        h.decide()
+        h.core.on_record(sid, bytes(40), SALT, scoring=scoring)
+        (ensure,) = calls(h.decide(), Ensure)
+        assert (ensure.use_cached, ensure.wait_for_leader) == (not scoring, not scoring)
+
+
 def test_a_record_that_is_gone_ends_it() -> None:
     h = Hand()
     h.queue()

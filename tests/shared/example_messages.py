@@ -86,7 +86,7 @@ def any_of(cls: type[w.Message]) -> st.SearchStrategy[Any]:
     fields = {name: _bounded(hints[name], info.metadata) for name, info in cls.model_fields.items()}
     if cls is p.TokenChunk:
         tokens = st.lists(st.tuples(TOKEN_IDS, _value(hints["logprobs"])), max_size=4)
-        return st.builds(_chunk, tokens, st.fixed_dictionaries(fields))
+        return st.builds(_chunk, tokens, st.fixed_dictionaries(fields)) | st.builds(_prompt_chunk, tokens, TOKEN_IDS)
     for name in ("ids", "stop_token_ids", "think_start_ids", "think_end_ids", "allowed_ids"):
         if name in fields and hints[name] == tuple[int, ...]:
             fields[name] = st.lists(TOKEN_IDS, max_size=4).map(tuple)
@@ -99,7 +99,16 @@ def _chunk(tokens: list[tuple[int, Any]], fields: dict[str, Any]) -> p.TokenChun
     """As many log-probabilities as tokens, or none at all."""
     logprobs = [lp[0] if lp else (-1.0, ()) for _, lp in tokens]
     both = {"ids": tuple(i for i, _ in tokens), "logprobs": None if fields["logprobs"] is None else tuple(logprobs)}
-    return p.TokenChunk(**fields | both)
+    return p.TokenChunk(**fields | both | {"ranks": None})
+
+
+def _prompt_chunk(tokens: list[tuple[int, Any]], num_behind: int) -> p.TokenChunk:
+    """In the prompt; there is at least one token of it."""
+    tokens = tokens or [(0, None)]
+    return p.TokenChunk(
+        first=-len(tokens) - num_behind, ids=tuple(i for i, _ in tokens),
+        logprobs=tuple(lp[0] if lp else (-1.0, ()) for _, lp in tokens), ranks=tuple(i for i, _ in tokens),
+    )  # fmt: skip
 
 
 def _bounded(hint: Any, metadata: list[Any]) -> st.SearchStrategy[Any]:

@@ -174,7 +174,7 @@ async def _(w: World) -> None:
     assert fields[b"start_by"] == b"0" and fields[b"first_by"] != b"0" and fields[b"end_by"] != b"0"
 
 
-@rules.rule("what has a token has no time for the first one", "common", "tonumber(f[2]) == 0 and d[3] or 0", "d[3]")
+@rules.rule("what has a token has no time for the first one", "common", "tonumber(f[2]) <= 0 and d[3] or 0", "d[3]")
 async def _(w: World) -> None:
     await w.placed(time_limits={"first_token_ms": 2000, "total_ms": 3000})
     await w.commit(entry())

@@ -182,8 +182,8 @@ async def _(w: World) -> None:
 @rules.rule(
     "of a call with several prompts all are admitted",
     "admit",
-    "for i = first, #ARGV, 5 do admit(",
-    "for i = first, first, 5 do admit(",
+    "for i = first, #ARGV, 6 do\n  admit(",
+    "for i = first, first, 6 do\n  admit(",
 )
 async def _(w: World) -> None:
     assert await w.admit("r", 1, tokens=3, more=[("r-1", 2, 5)]) == ("ok", 3)
@@ -217,8 +217,8 @@ async def _(w: World) -> None:
 @rules.rule(
     "how long a request goes on without a client stands with each of its sequences",
     "admit",
-    "'arrival_ms', now, 'resume_ms', resume_ms)",
-    "'arrival_ms', now)",
+    "'arrival_ms', now, 'resume_ms', resume_ms, 'num_tokens'",
+    "'arrival_ms', now, 'num_tokens'",
 )
 async def _(w: World) -> None:
     await w.admit("r", 2, resume_ms=7)

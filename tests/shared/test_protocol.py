@@ -315,8 +315,28 @@ def test_hot_messages_may_be_built_unchecked() -> None:
         ended.epoch = 2  # type: ignore[misc]
     report = Report.model_construct(worker="w", term=1, pool_term=1, ended=(ended,), tokens_per_second=0)
     assert decode(encode(report)) == Report(worker="w", term=1, pool_term=1, ended=(ended,))
-    chunk = TokenChunk.unchecked(first=0, ids=[5], logprobs=[(0, [(5, 0)])], finish="", cached_tokens=0)
+    chunk = TokenChunk.unchecked(first=0, ids=[5], logprobs=[(0, [(5, 0)])], finish="", cached_tokens=0, ranks=None)
     assert decode(encode(chunk)) == TokenChunk(first=0, ids=(5,), logprobs=((0.0, ((5, 0.0),)),))
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        (-1, pack_ids([5, 6]), [(-1.0, [])] * 2, "", 0, pack_ids([1, 1])),  # of the prompt and of the answer
+        (-2, pack_ids([5, 6]), None, "", 0, pack_ids([1, 1])),
+        (-2, pack_ids([5, 6]), [(-1.0, [])] * 2, "", 0, pack_ids([1])),
+        (-2, pack_ids([5, 6]), [(-1.0, [])] * 2, "", 0),
+    ],
+)
+def test_a_chunk_of_a_prompt_is_of_it_alone_and_complete(fields: Any) -> None:
+    with pytest.raises(ProtocolError):
+        decode(packed(["chunk", fields]))
+
+
+def test_the_part_of_a_prompt_s_chunk_from_a_position_on() -> None:
+    logprobs = ((-1.0, ()), (-2.0, ()))
+    whole = TokenChunk(first=-2, ids=(5, 6), logprobs=logprobs, ranks=(1, 3))
+    assert whole.after(-1) == TokenChunk(first=-1, ids=(6,), logprobs=logprobs[1:], ranks=(3,))
 
 
 def test_token_ids_of_a_store_call_stay_packed() -> None:

@@ -14,13 +14,14 @@ from tests.shared import (
     rules_of_offers,
     rules_of_placing,
     rules_of_restoring,
+    rules_of_scoring,
 )
 from tests.shared.script_rules import Rule, without
 from tests.shared.script_world import world_at
 
 BOOKS = (
     rules_of_placing, rules_of_commits, rules_of_ends, rules_of_attaching, rules_of_leases, rules_of_limits,
-    rules_of_membership, rules_of_offers, rules_of_restoring,
+    rules_of_membership, rules_of_offers, rules_of_restoring, rules_of_scoring,
 )  # fmt: skip
 RULES = [rule for book in BOOKS for rule in book.rules.all]
 each_rule = pytest.mark.parametrize("rule", RULES, ids=lambda rule: f"{rule.script}: {rule.name}")

@@ -20,13 +20,23 @@ def draws_of(chunks: Seq[Chunk], sample_chunks: Seq[int]) -> list[Draw]:
     forks: dict[int, Answer] = {}  # a grammar that fails on a draft must not fail the answer
     draws = []
     for number in sample_chunks:
-        chunk, num_drafts = chunks[number], num_before[number]
+        chunk, scored = chunks[number], chunks[number].scored
+        num_drafts = num_before[number] - len(scored)
+        num_before[number] += 1
+        if num_drafts < 0:
+            draws.append(_score_of(chunk, scored[num_drafts] + 1))
+            continue
         answer = chunk.seq.answer
         if num_drafts and answer is not None:
             answer = forks[number] if number in forks else forks.setdefault(number, answer.fork())
         draws.append(_draw_after(chunk, num_drafts, answer))
-        num_before[number] += 1
     return draws
+
+
+def _score_of(chunk: Chunk, number: int) -> Draw:
+    """Of the token with this number, which stands in the prompt."""
+    seq = chunk.seq
+    return Draw(seq.params, seq.choice, (), 0, sid=seq.sid, target=seq.token_ids[number])
 
 
 def _draw_after(chunk: Chunk, num_drafts: int, answer: Answer | None) -> Draw:
@@ -50,10 +60,11 @@ def drawn_by_chunk(chunks: Seq[Chunk], sample_chunks: Seq[int], tokens: Seq[Samp
 
 def _accepted(chunk: Chunk, tokens: Seq[SampledToken | None]) -> Drawn:
     drawn: list[SampledToken] = []
-    for token, draft_id in zip(tokens, (*chunk.draft_ids, -1), strict=False):
+    expected = [*(token.token_id for token in tokens[: len(chunk.scored)] if token), *chunk.draft_ids, -1]
+    for token, expected_id in zip(tokens, expected, strict=False):
         if token is None:
             raise SequenceError(chunk.seq.sid, "its logits are not finite")
         drawn.append(token)
-        if token.token_id != draft_id:
+        if token.token_id != expected_id:
             break
     return tuple(drawn)
