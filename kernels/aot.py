@@ -170,9 +170,9 @@ def reports_of(todo: list[Task], jobs: int) -> Iterator[list[Report]]:
 
 ABOUT = f"""# GPU kernels as they are compiled
 
-Made by `make aot ARGS="--table docs/gpu_kernels.md"` with Triton {triton.__version__}, without a GPU: for each kernel of
-a case registers of a thread, shared memory of a program in KiB, and the matrix instruction. Nothing spills. No time was
-measured.
+Made by `make aot ARGS="--table docs/gpu_kernels.md"` with Triton {triton.__version__}, without a GPU: for each kernel
+of a case registers of a thread, shared memory of a program in KiB, and the matrix instruction. Nothing spills. No time
+was measured.
 """
 
 HEADER = f"{'kernel':32} {'target':7} {'regs':>4} {'shared':>7} {'mma':10} {'s':>5}  case"
