@@ -77,10 +77,10 @@ def matmul(
     """x [M, K], rows perhaps apart in memory -> [M, N] of the type `to`, x's if None; bias [N].
 
     Rows that are quantised already go with a ScaledWeight of their format, and `to` is then to be given. A row's
-    result does not depend on the other rows, nor on how many they are; with `fast` it may.
+    result does not depend on the other rows, nor on how many they are; with `fast` it may, and a bias is rounded.
     """
     if isinstance(weight, ScaledWeight):
-        return matmul_w8a8(x, weight, bias, to)
+        return matmul_w8a8(x, weight, bias, to, fast)
     if isinstance(x, ScaledRows):
         raise TypeError("matmul: rows of eight bits with a weight of another format")
     if isinstance(weight, FloatWeight):

@@ -30,8 +30,8 @@ def matmul_a16(
 
     if weight.order is not None:
         x = x.index_select(1, weight.order)
-    if fast and x.shape[0] >= MANY_ROWS and (bias is None or bias.dtype == x.dtype):
-        return F.linear(x, write_out(weight, x.dtype), bias).to(to)
+    if fast and x.shape[0] >= MANY_ROWS and to == x.dtype:
+        return F.linear(x, write_out(weight, x.dtype), None if bias is None else bias.to(to))
     return matmul_a16_triton(x, weight, bias, to)
 
 

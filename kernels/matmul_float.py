@@ -1,7 +1,7 @@
 """Product with a weight in float16, bfloat16 or float32, as it lies: y = x W^T + bias.
 
 Products are added in float32 and rounded once, after the bias. A row of y depends on that row of x and on W alone,
-unless `fast` is given: then the vendor's library multiplies.
+unless `fast` is given: then the vendor's library multiplies many rows.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from kernels.dispatch import uses_triton
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+LIBRARY_ROWS = 64  # of x, from which on a library is given the product, where it may be: few read W at most once
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +46,8 @@ def matmul_float(
         raise TypeError(f"matmul_float: x is {x.dtype}, W is {weight.tensor.dtype}")
     to = to or x.dtype
     check_product("matmul_float", x, weight.out_features, weight.in_features, bias, to)
-    if fast and (bias is None or bias.dtype == x.dtype):
-        return F.linear(x, weight.tensor, bias).to(to)
+    if fast and x.shape[0] >= LIBRARY_ROWS and to == x.dtype:
+        return F.linear(x, weight.tensor, None if bias is None else bias.to(to))
     if uses_triton(x):
         from kernels.gpu.matmul_float import matmul_float_triton  # where there is no GPU, there need be no Triton
 

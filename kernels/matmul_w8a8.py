@@ -3,7 +3,7 @@
     w[n, k] = scale[g, n] q[n, k]        g = k // (K / groups); one group, or groups of GROUP columns
 
 x is quantised row by row with as many scales (see `scaled_rows`), or comes so. A row of y depends on that row of x and
-on W alone.
+on W alone, unless `fast` is given: then the vendor's library multiplies many rows of 8-bit floats.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from kernels.dispatch import uses_triton
-from kernels.matmul_float import check_product
+from kernels.matmul_float import LIBRARY_ROWS, check_product
 from kernels.scaled_rows import LIMITS, ScaledRows, scale_rows
 
 GROUP = 128
@@ -65,8 +65,9 @@ def join_scaled(weights: Sequence[ScaledWeight]) -> ScaledWeight:
 
 
 def matmul_w8a8(
-    x: torch.Tensor | ScaledRows, weight: ScaledWeight, bias: torch.Tensor | None = None, to: torch.dtype | None = None
-) -> torch.Tensor:
+    x: torch.Tensor | ScaledRows, weight: ScaledWeight, bias: torch.Tensor | None = None,
+    to: torch.dtype | None = None, fast: bool = False,
+) -> torch.Tensor:  # fmt: skip
     """x [M, K] -> [M, N] of the type `to`, x's if None; where x is quantised already, `to` is to be given."""
     if isinstance(x, torch.Tensor):
         to = to or x.dtype
@@ -78,11 +79,23 @@ def matmul_w8a8(
         )
     if x.q.shape[1] != weight.in_features:
         raise ValueError(f"matmul_w8a8: x {tuple(x.q.shape)} with W {tuple(weight.q.shape)}")
+    if fast and _library_multiplies(x.q, weight):
+        bias = None if bias is None else bias.to(to)
+        return torch._scaled_mm(x.q, weight.q.t(), x.scale, weight.scale, bias, out_dtype=to)
     if uses_triton(x.q):
         from kernels.gpu.matmul_w8a8 import matmul_w8a8_triton  # where there is no GPU, there need be no Triton
 
         return matmul_w8a8_triton(x, weight, bias, to)
     return matmul_w8a8_reference(x, weight, bias, to)
+
+
+def _library_multiplies(x: torch.Tensor, weight: ScaledWeight) -> bool:
+    """Can it, and are there rows enough? It has scales for whole rows alone, and no AMD GPU's form of e4m3."""
+    if weight.q.dtype is not torch.float8_e4m3fn or weight.group is not None or torch.version.hip is not None:
+        return False
+    if x.shape[0] < LIBRARY_ROWS or weight.in_features % 16 or weight.out_features % 16 or x.is_meta:
+        return False
+    return not x.is_cuda or torch.cuda.get_device_capability(x.device) >= (8, 9)
 
 
 def matmul_w8a8_reference(

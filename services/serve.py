@@ -42,6 +42,7 @@ from shared.scripts import Scripts
 from shared.settings import (
     SCRIPTED_MODEL,
     CommonSettings,
+    DeviceSettings,
     GatewaySettings,
     LimitSettings,
     SchedulerSettings,
@@ -76,6 +77,7 @@ class Plan:
     common: CommonSettings
     gateway: GatewaySettings
     worker: WorkerSettings
+    device: DeviceSettings
     counts: ServeSettings
     environ: Mapping[str, str]
 
@@ -88,7 +90,7 @@ class Plan:
             environ = {**environ, variable("model"): SCRIPTED_MODEL}  # it speaks no other vocabulary
         return cls(
             load(CommonSettings, environ), load(GatewaySettings, environ), load(WorkerSettings, environ),
-            load(ServeSettings, environ), dict(environ),
+            load(DeviceSettings, environ), load(ServeSettings, environ), dict(environ),
         )  # fmt: skip
 
     @property
@@ -283,7 +285,7 @@ class _Serving:
         try:
             members = await Records(self.client, self.scripts.prefix).members()
         except (RedisError, OSError):
-            return self.plan.worker.device
+            return self.plan.device.device
         return ", ".join(sorted({m.device for m, alive in members.values() if m.kind == "worker" and alive}))
 
     async def _report_exit(self, program: Program, incarnation: str) -> None:

@@ -201,16 +201,16 @@ class WorkerSettings(Section):
     engine: Literal["auto", "native", "torch", "scripted"] = _setting(
         "auto", "kernels: compiled C, or torch where they cannot be had (auto); `scripted` computes nothing, for tests"
     )
-    device: Literal["auto", "cpu", "cuda"] = _setting("auto", "device of the model: a GPU where there is one (auto)")
     model_impl: Literal["auto", "headrace", "transformers"] = _setting(
         "auto", "code that computes: ours, or for architectures that it does not know transformers' (auto)"
     )
-    max_num_seqs: int = _setting(64, "most sequences in a step", ge=1, le=4096)
-    max_num_batched_tokens: int = _setting(512, "most tokens in a step", ge=1, le=1 << 20)
+    max_num_seqs: int = _setting(0, "most sequences in a step; 64 on a CPU and 256 on a GPU when 0", ge=0, le=4096)
+    max_num_batched_tokens: int = _setting(
+        0, "most tokens in a step; 512 on a CPU and 2048 on a GPU when 0", ge=0, le=1 << 20
+    )
     max_model_len: int = _setting(0, "context length; the model's own when 0", ge=0, le=1 << 24)
     block_size: int = _setting(8, "tokens in a KV block; of its last one a sequence wastes half", ge=1, le=256)
     kv_cache_bytes: ByteSize = _setting(ByteSize(0), "size of the KV pool; from free memory when 0", ge=0)
-    gpu_memory_utilization: float = _setting(0.9, "share of a GPU's memory to use", gt=0, le=1)
     enable_prefix_caching: bool = _setting(True, PREFIX_CACHING_HELP)
     threads: int = _setting(0, "compute threads; one a physical core, shared between workers, when 0", ge=0, le=1024)
     max_step_ms: float = _setting(100.0, "bound of a step's prefill share while others decode", gt=0, le=60000)
@@ -223,6 +223,24 @@ class WorkerSettings(Section):
     speculative_config: Annotated[str, AfterValidator(speculation.check)] = _setting(
         speculation.OFF,
         'speculative decoding: none, or JSON such as {"method": "suffix"}',
+    )
+
+    def most_in_a_step(self, on_card: bool) -> tuple[int, int]:
+        """(max_num_batched_tokens, max_num_seqs), those that suit the device where none are set."""
+        num_tokens, num_seqs = (2048, 256) if on_card else (512, 64)
+        return self.max_num_batched_tokens or num_tokens, self.max_num_seqs or num_seqs
+
+
+class DeviceSettings(Section):
+    TITLE = "worker: device"
+    device: Literal["auto", "cpu", "cuda"] = _setting("auto", "device of the model: a GPU where there is one (auto)")
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] = _setting(
+        "auto", "type that a GPU computes in: bfloat16 when auto; CPUs have one of their own"
+    )
+    gpu_memory_utilization: float = _setting(0.9, "share of a GPU's memory to use", gt=0, le=1)
+    enforce_eager: bool = _setting(False, "launch a GPU's kernels one by one, without CUDA graphs")
+    deterministic: bool = _setting(
+        False, "let no token on a GPU depend on what is computed beside it, as on CPUs; without libraries' products"
     )
     tensor_parallel_size: Annotated[int, _only(1)] = _setting(1, "GPUs of one worker")
 
@@ -261,10 +279,10 @@ SERVICE_SECTIONS: dict[str, tuple[type[Section], ...]] = {
     "gateway": (CommonSettings, GatewaySettings, LimitSettings),
     "scheduler": (CommonSettings, SchedulerSettings),
     "cache_store": (CommonSettings,),
-    "gpu_worker": (CommonSettings, WorkerSettings, ScriptedSettings),
+    "gpu_worker": (CommonSettings, WorkerSettings, DeviceSettings, ScriptedSettings),
 }
 SERVE_SECTIONS: tuple[type[Section], ...] = (
-    CommonSettings, ServeSettings, GatewaySettings, LimitSettings, SchedulerSettings, WorkerSettings,
+    CommonSettings, ServeSettings, GatewaySettings, LimitSettings, SchedulerSettings, WorkerSettings, DeviceSettings,
     ScriptedSettings,
 )  # fmt: skip
 ALL_SECTIONS: tuple[type[Section], ...] = (*SERVE_SECTIONS, ClientSettings)

@@ -37,7 +37,14 @@ from shared import bootstrap, bus, model_source, speculative_config
 from shared.cores import leaves_one_free, num_cores
 from shared.model_source import ModelSourceError
 from shared.runtime import EXIT_MODEL, Stop, redis_answers
-from shared.settings import SCRIPTED_MODEL, CommonSettings, ScriptedSettings, SettingsError, WorkerSettings
+from shared.settings import (
+    SCRIPTED_MODEL,
+    CommonSettings,
+    DeviceSettings,
+    ScriptedSettings,
+    SettingsError,
+    WorkerSettings,
+)
 from shared.vocabulary import Vocabulary, read_vocabulary, scripted_vocabulary
 
 log = logging.getLogger(__name__)
@@ -53,9 +60,11 @@ class ModelFailure(Exception):
     """The model's files cannot be served; one sentence for the operator."""
 
 
-async def serve(stop: Stop, common: CommonSettings, own: WorkerSettings, scripted: ScriptedSettings) -> int:
+async def serve(
+    stop: Stop, common: CommonSettings, own: WorkerSettings, device: DeviceSettings, scripted: ScriptedSettings
+) -> int:
     try:
-        loaded = await _unless_stopped(stop, lambda: _load(common, own, scripted))
+        loaded = await _unless_stopped(stop, lambda: _load(common, own, device, scripted))
     except ModelFailure as e:
         log.error("%s", e)
         return EXIT_MODEL
@@ -65,6 +74,7 @@ async def serve(stop: Stop, common: CommonSettings, own: WorkerSettings, scripte
     if loaded is None:
         return 0
     engine, validate, cost, speculator = loaded
+    num_tokens, num_seqs = own.most_in_a_step(engine.info.on_card)
     clients = [bus.connect(common.redis_address) for _ in range(3)]
     try:
         if not await redis_answers(clients[0], stop, volatile=common.volatile):
@@ -74,7 +84,7 @@ async def serve(stop: Stop, common: CommonSettings, own: WorkerSettings, scripte
             incarnation=common.incarnation, enable_prefix_caching=own.enable_prefix_caching,
             max_step_s=own.max_step_ms / 1000, blocking=clients[1], heartbeat=clients[2], cost=cost,
             overlap=_has_spare_core(own, engine), drafter=speculator, grammars=Grammars(lambda: _vocabulary(common)),
-            capacity=Budget(own.max_num_batched_tokens, own.max_num_seqs, prefill_chunk=own.max_num_batched_tokens),
+            capacity=Budget(num_tokens, num_seqs, prefill_chunk=num_tokens),
         )  # fmt: skip
         await WorkerLoops(service, _flush_interval_s(own, engine)).run(stop, common.drain_timeout_s)
     except WorkerFailure as e:
@@ -111,11 +121,11 @@ async def _unless_stopped(stop: Stop, load: Callable[[], Loaded]) -> Loaded | No
     return result
 
 
-def _load(common: CommonSettings, own: WorkerSettings, scripted: ScriptedSettings) -> Loaded:
+def _load(common: CommonSettings, own: WorkerSettings, device: DeviceSettings, scripted: ScriptedSettings) -> Loaded:
     """An engine that has computed something. SettingsError, ModelFailure or WorkerFailure, in a sentence, if not."""
     started = time.monotonic()
     try:
-        engine, validate = _scripted(own, scripted) if own.engine == "scripted" else _model(common, own)
+        engine, validate = _scripted(own, scripted) if own.engine == "scripted" else _model(common, own, device)
         cost, speculator = _measure(engine, own)
     except SettingsError:
         raise
@@ -154,13 +164,13 @@ def _scripted(own: WorkerSettings, scripted: ScriptedSettings) -> tuple[Engine, 
     return engine, scripted_engine.validate
 
 
-def _model(common: CommonSettings, own: WorkerSettings) -> tuple[Engine, Validate]:
-    from services.gpu_worker.device import choose_device  # a scripted worker needs no torch, which takes seconds
+def _model(common: CommonSettings, own: WorkerSettings, asked: DeviceSettings) -> tuple[Engine, Validate]:
+    from services.gpu_worker.device import DeviceOptions, choose_device  # scripted needs no torch, which takes seconds
     from services.gpu_worker.engines import load_engine  # needs torch too
     from services.gpu_worker.gpu_engine import StepLimits  # as above
     from services.gpu_worker.sampler import validate  # as above
 
-    device = choose_device(own.device, own.engine)
+    device = choose_device(asked.device, own.engine)
     source = model_source.resolve(common.model, common.cache_dir)
     with tqdm(desc=f"Loading {source.name}", unit_scale=True, disable=None) as bar:
 
@@ -173,8 +183,9 @@ def _model(common: CommonSettings, own: WorkerSettings) -> tuple[Engine, Validat
             kv_cache_bytes=own.kv_cache_bytes or None, block_size=own.block_size,
             max_model_len=own.max_model_len or None, kv_cache_dtype=own.kv_cache_dtype, num_threads=_num_threads(own),
             model_impl=own.model_impl, quantization=own.quantization, device=device,
-            limits=StepLimits(own.max_num_batched_tokens, own.max_num_seqs, own.gpu_memory_utilization),
-            needs_device=own.device == "cuda", progress=show,
+            limits=StepLimits(*own.most_in_a_step(device is not None), asked.gpu_memory_utilization),
+            options=DeviceOptions(asked.dtype, asked.enforce_eager, asked.deterministic),
+            needs_device=asked.device == "cuda", progress=show,
         )  # fmt: skip
     return engine, validate
 

@@ -173,6 +173,11 @@ class EngineInfo:
     device: str
 
     @property
+    def on_card(self) -> bool:
+        """A GPU computes, or what plays one."""
+        return self.device not in ("cpu", "none")
+
+    @property
     def max_num_tokens(self) -> int:
         """Of one sequence, prompt and output: the context, or what the pool holds. A sequence that has so many can be
         taken up again nowhere, so it ends there, wherever it runs."""

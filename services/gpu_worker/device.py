@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import logging
+from dataclasses import dataclass
 
 import torch
 
@@ -16,6 +17,20 @@ log = logging.getLogger(__name__)
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 OLDEST = (8, 0)  # compute capability that kernels are made for
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceOptions:
+    """How a GPU computes. deterministic: each row's numbers follow from that row alone, by kernels of ours."""
+
+    dtype: str = "auto"
+    enforce_eager: bool = False
+    deterministic: bool = True
+
+    def check_on_cpu(self) -> None:
+        """ConfigError for what only a GPU can be told."""
+        if self.dtype != "auto":
+            raise ConfigError(f"dtype: {self.dtype} is a GPU's, and the CPU computes here in a type of its own")
 
 
 def choose_device(asked: str, engine: str = "auto") -> torch.device | None:

@@ -15,6 +15,7 @@ from kernels.native import build
 from kernels.native.build import NoNativeOps
 from kernels.native.library import NativeLibrary
 from services.gpu_worker.cuda_graphs import CudaRecorder
+from services.gpu_worker.device import DeviceOptions
 from services.gpu_worker.engine import TorchEngine
 from services.gpu_worker.gpu_engine import DEFAULT_LIMITS, GpuEngine, StepLimits
 from services.gpu_worker.gpu_memory import CudaCard
@@ -38,6 +39,7 @@ def load_engine(
     device: torch.device | None = None,
     needs_device: bool = False,
     limits: StepLimits = DEFAULT_LIMITS,
+    options: DeviceOptions | None = None,
     kv_cache_bytes: int | None = None,
     block_size: int = 16,
     max_model_len: int | None = None,
@@ -49,8 +51,9 @@ def load_engine(
     """kind: "native", "torch", or "auto": native unless that is impossible, here or for this model.
 
     Libraries are kept in cache_dir/native. device: of the GPU engine, where that is to compute; needs_device: or none.
-    limits: of its steps and memory. model_impl: "headrace" for architectures that `families` describes, "transformers"
-    for whatever can be computed with its code, "auto" for that where the architecture is not described.
+    limits: of its steps and memory. options: how it computes. model_impl: "headrace" for architectures that `families`
+    describes, "transformers" for whatever can be computed with its code, "auto" for that where the architecture is not
+    described.
 
     ConfigError if native ops are asked for and cannot be had; else as the engines' own `load`.
     """
@@ -58,15 +61,18 @@ def load_engine(
         "kv_cache_bytes": kv_cache_bytes, "block_size": block_size, "max_model_len": max_model_len,
         "kv_cache_dtype": kv_cache_dtype, "quantization": quantization, "progress": progress,
     }  # fmt: skip
+    options = options or DeviceOptions()
     ours_alone = kind == "native" or needs_device
     if model_impl != "transformers":
         try:
             on_device = None
             if device is not None and kind == "auto":
                 torch.set_num_threads(num_threads)  # weights are converted by them
-                on_device = _on_device(model, device, needs_device, limits, settings)
+                on_device = _on_device(model, device, needs_device, limits, options, settings)
                 if on_device is not None and device.type == "cuda":
                     torch.set_num_threads(1)  # what is left for a CPU is small, and others' cores
+            if on_device is None:
+                options.check_on_cpu()
             return on_device or _on_cpu(kind, model, cache_dir, num_threads, say, settings)
         except UnknownArchitectureError as e:
             if model_impl == "headrace" or ours_alone:
@@ -74,16 +80,24 @@ def load_engine(
             log.warning("computing with transformers' code on the CPU, which is slow: %s", e)
     elif ours_alone:
         raise ConfigError("model_impl: transformers computes with torch on a CPU")
+    options.check_on_cpu()
     return TorchEngine.load(model, num_threads=num_threads, model_impl="transformers", **settings)
 
 
 def _on_device(
-    model: Path, device: torch.device, needs_device: bool, limits: StepLimits, settings: dict[str, Any]
-) -> GpuEngine | None:
+    model: Path, device: torch.device, needs_device: bool, limits: StepLimits, options: DeviceOptions,
+    settings: dict[str, Any],
+) -> GpuEngine | None:  # fmt: skip
     on_card = device.type == "cuda"
-    card, recorder = CudaCard(device) if on_card else None, CudaRecorder() if on_card else None
+    card, recorder = (
+        CudaCard(device) if on_card else None,
+        CudaRecorder() if on_card and not options.enforce_eager else None,
+    )
     try:
-        return GpuEngine.load(model, device, limits=limits, card=card, recorder=recorder, **settings)
+        return GpuEngine.load(
+            model, device, limits=limits, card=card, recorder=recorder, dtype=options.dtype,
+            fast=not options.deterministic, **settings,
+        )  # fmt: skip
     except (MemoryError, NotOnGpuError) as e:
         reason = str(e) if isinstance(e, NotOnGpuError) else f"the GPU's memory does not suffice: {e}"
         if needs_device:  # another try would end the same way

@@ -30,6 +30,7 @@ from services.gpu_worker.kv_pool import block_bytes, num_blocks_for
 from services.gpu_worker.model.gpu_decoder import GpuDecoder, refuse_unknown
 from services.gpu_worker.speculative.verify import drawn_by_chunk, draws_of
 from services.gpu_worker.variant import gpu_variant, kind_of
+from services.gpu_worker.weights.library_products import LibraryOnDevice
 from services.gpu_worker.weights.loader import Progress, load_weights, open_source
 from services.gpu_worker.weights.on_device import OnDevice
 from services.gpu_worker.weights.outline import outline
@@ -101,7 +102,7 @@ class GpuEngine:
 
     def __init__(
         self, decoder: GpuDecoder, caches: tuple[KvCache, ...], geometry: Geometry, info: EngineInfo,
-        device: torch.device, graphs: DecodeGraphs | None = None,
+        device: torch.device, graphs: DecodeGraphs | None = None, fast: bool = False,
     ) -> None:  # fmt: skip
         self.info = info
         self._decoder = decoder
@@ -109,6 +110,7 @@ class GpuEngine:
         self._geometry = geometry
         self._device = device
         self._graphs = graphs
+        self._fast = fast
         self._before: GpuStep | None = None
 
     @classmethod
@@ -126,13 +128,15 @@ class GpuEngine:
         limits: StepLimits = DEFAULT_LIMITS,
         card: Card | None = None,
         recorder: Recorder | None = None,
+        fast: bool = False,
         progress: Progress | None = None,
     ) -> GpuEngine:
         """ValueError (ConfigError, WeightsError, GGUFError) if the model cannot be served as asked.
 
         dtype auto is bfloat16, and float32 where the device is the CPU; the cache's is what is computed in. card: where
         there is one, what weights and a step leave of it is the pool's, unless kv_cache_bytes says how large that is.
-        recorder: of graphs, with which decoding steps are launched at once.
+        recorder: of graphs, with which decoding steps are launched at once. fast: libraries multiply many rows, and
+        tiles of attention are as large as rows make worth while; a row's numbers may then depend on how many there are.
         """
         computed, kv_dtype = computed_types(device, dtype, kv_cache_dtype)
         source = open_source(model, quantization)
@@ -142,10 +146,11 @@ class GpuEngine:
         budget = None if card is None else Budget(card.total_bytes, card.free_bytes(), limits.memory_share)
         if budget is not None:
             budget.check_weights(outline(model, quantization).device_bytes(computed))
+        placement = LibraryOnDevice(device, computed) if fast else OnDevice(device, computed)
         with torch.inference_mode(), memory_errors():
-            decoder = GpuDecoder(config, load_weights(source, progress, OnDevice(device, computed)), length)
+            decoder = GpuDecoder(config, load_weights(source, progress, placement), length)
         identity = f"{source.identity}-{length}" if config.rope.kind == "longrope" else source.identity
-        variant = gpu_variant(identity, device, block_size=block_size, dtype=computed, kv_dtype=kv_dtype)
+        variant = gpu_variant(identity, device, block_size=block_size, dtype=computed, kv_dtype=kv_dtype, fast=fast)
 
         def with_pool(num_blocks: int) -> GpuEngine:
             geometry = Geometry(
@@ -164,7 +169,9 @@ class GpuEngine:
                     partial(decoder.forward, caches=caches), recorder, device, block_size=block_size,
                     max_num_seqs=limits.max_num_seqs, max_model_len=length,
                 )  # fmt: skip
-            return cls(decoder, caches, geometry, info, device, graphs)
+            return cls(
+                decoder, caches, geometry, info, device, graphs, fast=fast and computed != torch.float32
+            )  # fmt: skip
 
         size, most_useful = block_bytes(config, block_size, kv_dtype), USEFUL_CONTEXTS * -(-length // block_size)
         if card is None or budget is None:
@@ -184,14 +191,16 @@ class GpuEngine:
 
     def logits(self, chunk: Chunk, first: int) -> torch.Tensor:
         """Of the chunk's rows from `first` on, float32 [rows, vocab_size] on the host; its KV is written."""
-        inputs, _ = build_inputs([chunk], self._geometry)
+        inputs, _ = build_inputs([chunk], self._geometry, fast=self._fast)
         tensors = inputs.tensors()
         tensors[3] = torch.arange(first, chunk.count)
         with torch.inference_mode(), memory_errors():
             return self._decoder.forward(inputs.with_tensors(upload(tensors, self._device)), self._caches).cpu()
 
     def _begin(self, chunks: Seq[Chunk], before: GpuStep | None) -> GpuStep:
-        inputs, sample_chunks = build_inputs(chunks, self._geometry, before.samples if before else None)
+        inputs, sample_chunks = build_inputs(
+            chunks, self._geometry, before.samples if before else None, fast=self._fast
+        )
         draws = draws_of(chunks, sample_chunks)
         with torch.inference_mode(), memory_errors():
             tokens = draw(self._logits(inputs, before), draws)

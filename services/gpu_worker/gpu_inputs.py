@@ -54,12 +54,13 @@ def _tensors(batch: AttentionBatch) -> dict[str, torch.Tensor]:
 
 
 def build_inputs(
-    chunks: Seq[Chunk], geometry: Geometry, drawn_before: Mapping[int, int] | None = None
+    chunks: Seq[Chunk], geometry: Geometry, drawn_before: Mapping[int, int] | None = None, *, fast: bool = False
 ) -> tuple[DeviceInputs, tuple[int, ...]]:
     """On the host, and the number of the chunk of each sample row. SequenceError for a chunk that lies outside the
     vocabulary, the context, its tokens or its blocks.
 
     drawn_before: of a step in flight, id() of each sequence that it draws for, and the number of its sample row.
+    fast: see `attention_batch`.
     """
     before = drawn_before or {}
     for chunk in chunks:
@@ -80,7 +81,7 @@ def build_inputs(
         torch.from_numpy(positions.astype(np.int32)),
         torch.from_numpy(np.concatenate([_slots(c, geometry.block_size) for c in ordered])),
         torch.tensor([row for row, _ in samples], dtype=torch.int64),
-        tuple(_batches(ordered, geometry)),
+        tuple(_batches(ordered, geometry, fast)),
     )
     return inputs, tuple(i for _, i in samples)
 
@@ -93,7 +94,7 @@ def _slots(chunk: Chunk, block_size: int) -> np.ndarray[tuple[int], np.dtype[np.
     return np.asarray(blocks[positions // block_size - first] * block_size + positions % block_size)
 
 
-def _batches(chunks: Seq[Chunk], geometry: Geometry) -> Iterable[AttentionBatch]:
+def _batches(chunks: Seq[Chunk], geometry: Geometry, fast: bool) -> Iterable[AttentionBatch]:
     first_row = 0
     for part in ([c for c in chunks if c.num_rows == 1], [c for c in chunks if c.num_rows > 1]):
         if not part:
@@ -101,7 +102,7 @@ def _batches(chunks: Seq[Chunk], geometry: Geometry) -> Iterable[AttentionBatch]
         rows, lengths = [c.num_rows for c in part], [c.start + c.num_rows for c in part]
         blocks = [c.seq.block_ids[: -(-n // geometry.block_size)] for c, n in zip(part, lengths, strict=True)]
         group = geometry.num_heads // geometry.num_kv_heads
-        yield attention_batch(rows, lengths, blocks, group, first_row=first_row)
+        yield attention_batch(rows, lengths, blocks, group, first_row=first_row, fast=fast)
         first_row += sum(rows)
 
 

@@ -33,6 +33,7 @@ class Limits:
     kv_cache_dtype: str = "auto"
     kv_cache_bytes: int | None = None
     memory_share: float = 0.9  # of a card
+    dtype: str = "auto"  # that a card computes in
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +100,7 @@ def plan_card(outline: Outline, limits: Limits, memory_bytes: int) -> Plan:
     config = outline.config
     gpu_decoder.refuse_unknown(config)
     length = context_length(config, limits.max_model_len, windows=True)
-    computed, kv_dtype = computed_types(torch.device("cuda"), "auto", limits.kv_cache_dtype)
+    computed, kv_dtype = computed_types(torch.device("cuda"), limits.dtype, limits.kv_cache_dtype)
     size = block_bytes(config, limits.block_size, kv_dtype)
     most_useful = USEFUL_CONTEXTS * -(-length // limits.block_size)
     weights = outline.device_bytes(computed)

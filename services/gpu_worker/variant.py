@@ -41,15 +41,18 @@ def native_variant(identity: str, library: str, *, block_size: int, layout: str)
 
 
 def gpu_variant(
-    identity: str, device: torch.device, *, block_size: int, dtype: torch.dtype, kv_dtype: torch.dtype
-) -> str:
+    identity: str, device: torch.device, *, block_size: int, dtype: torch.dtype, kv_dtype: torch.dtype,
+    fast: bool = False,
+) -> str:  # fmt: skip
     """The text of all that computes counts, as do Triton and the kind of GPU: which tiles are taken follows from it."""
     kind = torch.cuda.get_device_name(device) if device.type == "cuda" else kind_of(device)
     digest = hashlib.sha256()
-    for part in (identity, kind, torch.__version__, _triton(), str(dtype), str(kv_dtype), str(block_size)):
+    how = "fast" if fast else "row by row"
+    for part in (identity, kind, torch.__version__, _triton(), str(dtype), str(kv_dtype), str(block_size), how):
         digest.update(part.encode() + b"\0")
     ops, here = Path(kernels.__file__).parent, Path(__file__).parent
-    own = (here / "gpu_inputs.py", *sorted((here / "model").glob("gpu_*.py")), here / "weights/on_device.py")
+    weights = (here / "weights" / name for name in ("on_device.py", "library_products.py"))
+    own = (here / "gpu_inputs.py", *sorted((here / "model").glob("gpu_*.py")), *weights)
     for file in (*sorted(ops.glob("*.py")), *sorted((ops / "gpu").glob("*.py")), *own):
         digest.update(file.read_bytes())
     return f"gpu-{'-'.join(kind.lower().split())}-{digest.hexdigest()[:32]}"

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from services.gpu_worker import engines
+from services.gpu_worker.device import DeviceOptions
 from services.gpu_worker.engines import load_engine
 from services.gpu_worker.gpu_memory import GIB, Budget
 from services.gpu_worker.model.config import ConfigError
@@ -59,3 +60,33 @@ def test_a_cpus_threads_are_given_back_once_a_card_has_its_weights(
     with torch_threads(1):
         assert load_engine("auto", tmp_path, tmp_path, num_threads=2, device=torch.device("cuda")) == "it"
         assert loaded_by == [2] and torch.get_num_threads() == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "graphs", "fast"),
+    [(DeviceOptions(), True, False), (DeviceOptions("float16", enforce_eager=True, deterministic=False), False, True)],
+)
+def test_a_card_computes_as_it_is_told(
+    options: DeviceOptions, graphs: bool, fast: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    told: dict[str, Any] = {}
+    monkeypatch.setattr(engines, "CudaCard", lambda _: None)
+    monkeypatch.setattr(engines, "CudaRecorder", lambda: "a recorder")
+    monkeypatch.setattr(engines.GpuEngine, "load", lambda *_, **settings: told.update(settings) or "it")
+    with torch_threads(1):
+        load_engine("auto", tmp_path, tmp_path, num_threads=1, device=torch.device("cuda"), options=options)
+    assert told["recorder"] == ("a recorder" if graphs else None)
+    assert (told["dtype"], told["fast"]) == (options.dtype, fast)
+
+
+@pytest.mark.parametrize("model_impl", ["auto", "transformers"])
+def test_a_type_for_a_gpu_is_refused_where_a_cpu_computes(
+    model_impl: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(engines.GpuEngine, "load", run_out)
+    for device in (None, torch.device("cpu")):
+        with pytest.raises(ConfigError, match="dtype: bfloat16 is a GPU's"), torch_threads(1):
+            load_engine(
+                "auto", tmp_path, tmp_path, num_threads=1, device=device, model_impl=model_impl,
+                options=DeviceOptions("bfloat16"),
+            )  # fmt: skip

@@ -139,6 +139,21 @@ def test_info_and_variant(folder: Path, engine: GpuEngine) -> None:
     assert eighth.num_blocks > 3 * info.num_blocks and eighth.variant not in (info.variant, half.variant)
 
 
+@pytest.mark.parametrize("family", ["llama-biases", "mixtral"])
+def test_libraries_multiply_many_rows_if_they_may(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(family, tmp_path)
+    num_rows: list[int] = []
+    linear = torch.nn.functional.linear
+    monkeypatch.setattr(torch.nn.functional, "linear", lambda x, *rest: num_rows.append(len(x)) or linear(x, *rest))
+    slow, fast = (GpuEngine.load(tmp_path, CPU, fast=f, **ROOM) for f in (False, True))
+    text = [i % 250 for i in range(80)]
+    want, got = (made.logits(Chunk(Runner(made).sequence(text, 1), 0, 80, True), 0) for made in (slow, fast))
+    assert set(num_rows) == {80} and slow.info.variant != fast.info.variant
+    assert (got - want).abs().max() < 1e-4 * want.abs().max()
+    runs = [ids_of(Runner(made).run([Runner(made).sequence(text[:9], 4)])) for made in (slow, fast)]
+    assert runs[0] == runs[1] and set(num_rows) == {80}  # few rows are multiplied as they are without
+
+
 @pytest.mark.parametrize("kv_cache_dtype", ["float16", "int8", "fp8_e4m3"])
 def test_smaller_caches_hold_what_torchs_engine_has_there(folder: Path, kv_cache_dtype: str) -> None:
     texts = prompts(2, seed=4)

@@ -201,7 +201,11 @@ def run(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[int, str, str]:
     return status, printed.out, printed.err
 
 
-def test_the_command_says_what_fits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_says_what_fits(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HEADRACE_MAX_NUM_SEQS", "64")
+    monkeypatch.setenv("HEADRACE_MAX_NUM_BATCHED_TOKENS", "512")
     model = str(write_70b(tmp_path))
     status, out, _ = run(capsys, model, "--device", "48GiB", "--context", "4096", "--concurrency", "4")
     assert status == 0 and "4 fit" in out and "327,680 bytes a token" in out

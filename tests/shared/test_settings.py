@@ -13,6 +13,7 @@ from shared.settings import (
     SERVICE_SECTIONS,
     ClientSettings,
     CommonSettings,
+    DeviceSettings,
     GatewaySettings,
     Section,
     SettingsError,
@@ -41,6 +42,13 @@ def test_values_come_from_the_environment_and_empty_is_unset() -> None:
     assert gateway.api_keys == ("a", "b") and gateway.no_auth
 
 
+def test_steps_are_larger_on_a_card_unless_their_size_is_set() -> None:
+    assert load(WorkerSettings, {}).most_in_a_step(on_card=False) == (512, 64)
+    assert load(WorkerSettings, {}).most_in_a_step(on_card=True) == (2048, 256)
+    own = load(WorkerSettings, {"HEADRACE_MAX_NUM_SEQS": "8", "HEADRACE_MAX_NUM_BATCHED_TOKENS": "99"})
+    assert own.most_in_a_step(on_card=True) == own.most_in_a_step(on_card=False) == (99, 8)
+
+
 def test_settings_are_frozen() -> None:
     with pytest.raises(ValidationError):
         load(WorkerSettings, {}).max_num_seqs = 3  # type: ignore[misc]
@@ -53,14 +61,16 @@ def test_folders_know_the_home_folder() -> None:
 @pytest.mark.parametrize(
     ("section", "name", "value", "sentence"),
     [
-        (WorkerSettings, "TENSOR_PARALLEL_SIZE", "2", "tensor_parallel_size: 2 is not supported yet, only 1"),
-        (WorkerSettings, "DEVICE", "tpu", "device: should be 'auto', 'cpu' or 'cuda', not 'tpu'"),
+        (DeviceSettings, "TENSOR_PARALLEL_SIZE", "2", "tensor_parallel_size: 2 is not supported yet, only 1"),
+        (DeviceSettings, "DTYPE", "half", "dtype: should be 'auto', 'bfloat16', 'float16' or 'float32', not 'half'"),
+        (DeviceSettings, "ENFORCE_EAGER", "maybe", "enforce_eager: should be a valid boolean"),
+        (DeviceSettings, "DEVICE", "tpu", "device: should be 'auto', 'cpu' or 'cuda', not 'tpu'"),
         (WorkerSettings, "QUANTIZATION", "awq", "quantization: should be 'none', 'int8', 'int4' or 'fp8', not 'awq'"),
         (WorkerSettings, "SPECULATIVE_CONFIG", "{}", "speculative_config: method: is missing, not '{}'"),
         (WorkerSettings, "KV_CACHE_DTYPE", "fp8", "kv_cache_dtype: should be 'auto', 'float32', 'float16'"),
-        (WorkerSettings, "MAX_NUM_SEQS", "0", "max_num_seqs: should be greater than or equal to 1, not '0'"),
+        (WorkerSettings, "MAX_NUM_SEQS", "-1", "max_num_seqs: should be greater than or equal to 0, not '-1'"),
         (WorkerSettings, "MAX_NUM_SEQS", "many", "max_num_seqs: should be a valid integer"),
-        (WorkerSettings, "GPU_MEMORY_UTILIZATION", "1.5", "gpu_memory_utilization: should be less than or equal to 1"),
+        (DeviceSettings, "GPU_MEMORY_UTILIZATION", "1.5", "gpu_memory_utilization: should be less than or equal to 1"),
         (WorkerSettings, "MAX_STEP_MS", "nan", "max_step_ms: should be a finite number"),
         (GatewaySettings, "PORT", "65536", "port: should be less than or equal to 65535"),
         (CommonSettings, "REDIS_URL", "http://x", "redis_url: must begin with redis://, rediss:// or unix://"),

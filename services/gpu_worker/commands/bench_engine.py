@@ -16,14 +16,14 @@ from typing import Any
 
 from services.gpu_worker.commands.bench_load import EngineBench, Result, requests
 from services.gpu_worker.composer import Budget
-from services.gpu_worker.device import choose_device
+from services.gpu_worker.device import DeviceOptions, choose_device
 from services.gpu_worker.engines import load_engine
 from services.gpu_worker.gpu_engine import StepLimits
 from services.gpu_worker.probe import measure_rows
 from services.gpu_worker.speculative.speculator import Speculator
 from shared import model_source, settings, speculative_config
 from shared.cores import leaves_one_free, num_cores
-from shared.settings import CommonSettings, WorkerSettings
+from shared.settings import CommonSettings, DeviceSettings, WorkerSettings
 
 POLICIES = ("continuous", "fixed", "fixed-compact")
 
@@ -66,17 +66,18 @@ def figures(policy: str, result: Result) -> dict[str, Any]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = parse(argv)
-    own, common = settings.load(WorkerSettings), settings.load(CommonSettings)
+    own, common, asked = settings.load(WorkerSettings), settings.load(CommonSettings), settings.load(DeviceSettings)
     threads = args.threads or own.threads or num_cores()
     kind = args.engine or own.engine
-    device = choose_device(own.device, kind)
+    device = choose_device(asked.device, kind)
     source = model_source.resolve(args.model or common.model, common.cache_dir)
     engine = load_engine(
         kind, source.path, common.cache_dir,
         kv_cache_bytes=own.kv_cache_bytes or None, block_size=own.block_size,
         kv_cache_dtype=own.kv_cache_dtype, quantization=own.quantization, num_threads=threads,
-        device=device, needs_device=own.device == "cuda",
-        limits=StepLimits(own.max_num_batched_tokens, own.max_num_seqs, own.gpu_memory_utilization),
+        device=device, needs_device=asked.device == "cuda",
+        limits=StepLimits(*own.most_in_a_step(device is not None), asked.gpu_memory_utilization),
+        options=DeviceOptions(asked.dtype, asked.enforce_eager, asked.deterministic),
         model_impl=own.model_impl,
     )  # fmt: skip
     lengths = [args.max_tokens]
@@ -84,7 +85,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         rng = random.Random(args.seed)
         low, high = math.log(args.min_tokens), math.log(args.max_tokens)
         lengths = [round(math.exp(rng.uniform(low, high))) for _ in range(args.num_requests)]
-    budget = Budget(own.max_num_batched_tokens, max(args.concurrency, own.max_num_seqs), own.max_num_batched_tokens)
+    num_tokens, num_seqs = own.most_in_a_step(engine.info.on_card)
+    budget = Budget(num_tokens, max(args.concurrency, num_seqs), num_tokens)
     overlap = device is not None or leaves_one_free(threads) if args.overlap is None else args.overlap
     config = speculative_config.parse(own.speculative_config)
     max_step_s = own.max_step_ms / 1000

@@ -18,11 +18,11 @@ from tqdm import tqdm
 
 from services.gpu_worker.commands import perplexity
 from services.gpu_worker.commands.perplexity import Perplexity
-from services.gpu_worker.device import choose_device
+from services.gpu_worker.device import DeviceOptions, choose_device
 from services.gpu_worker.engines import load_engine
 from shared import model_source, settings
 from shared.cores import num_cores
-from shared.settings import CommonSettings, WorkerSettings
+from shared.settings import CommonSettings, DeviceSettings, WorkerSettings
 
 MIN_CTX = 8
 
@@ -65,15 +65,16 @@ def read_windows(file: Path, model: Path, ctx: int, chunks: int) -> list[list[in
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
-    own, common = settings.load(WorkerSettings), settings.load(CommonSettings)
+    own, common, asked = settings.load(WorkerSettings), settings.load(CommonSettings), settings.load(DeviceSettings)
     source = model_source.resolve(args.model or common.model, common.cache_dir)
     todo = read_windows(args.file, source.path, args.ctx, args.chunks)
     kind = args.engine or own.engine
     engine = load_engine(
         kind, source.path, common.cache_dir, block_size=own.block_size,
         max_model_len=own.max_model_len or None, kv_cache_dtype=own.kv_cache_dtype, quantization=own.quantization,
-        num_threads=args.threads or own.threads or num_cores(), device=choose_device(own.device, kind),
-        needs_device=own.device == "cuda",
+        num_threads=args.threads or own.threads or num_cores(), device=choose_device(asked.device, kind),
+        needs_device=asked.device == "cuda",
+        options=DeviceOptions(asked.dtype, asked.enforce_eager, asked.deterministic),
         model_impl=own.model_impl,
     )  # fmt: skip
     room = engine.info.max_num_tokens

@@ -18,7 +18,7 @@ from services.gpu_worker.kv_pool import available_bytes
 from services.gpu_worker.planning import Limits, Plan, plan_card, plan_cpu
 from services.gpu_worker.weights.outline import outline
 from shared import model_source, settings
-from shared.settings import CommonSettings, WorkerSettings
+from shared.settings import CommonSettings, DeviceSettings, WorkerSettings
 
 # What their drivers report, in MiB.
 CARDS = {
@@ -76,10 +76,11 @@ def make(args: argparse.Namespace) -> tuple[Plan, str, int | None]:
     entries = {settings.variable(field): value for field, value in changes.items() if value is not None}
     environ = settings.current_environ() | entries
     own, common = settings.load(WorkerSettings, environ), settings.load(CommonSettings, environ)
+    card = settings.load(DeviceSettings, environ)
     memory = memory_of(args.device)
     limits = Limits(
-        own.block_size, own.max_num_batched_tokens, own.max_num_seqs, args.context or own.max_model_len or None,
-        own.kv_cache_dtype, int(own.kv_cache_bytes) or None, own.gpu_memory_utilization,
+        own.block_size, *own.most_in_a_step(memory is not None), args.context or own.max_model_len or None,
+        own.kv_cache_dtype, int(own.kv_cache_bytes) or None, card.gpu_memory_utilization, card.dtype,
     )  # fmt: skip
     source = model_source.resolve(args.model or common.model, common.cache_dir)
     found = outline(source.path, own.quantization)
