@@ -34,6 +34,7 @@ from services.gpu_worker.weights.library_products import LibraryOnDevice
 from services.gpu_worker.weights.loader import Progress, load_weights, open_source
 from services.gpu_worker.weights.on_device import OnDevice
 from services.gpu_worker.weights.outline import outline
+from services.gpu_worker.weights.source import WeightSource
 from shared.protocol import SamplingParams
 
 log = logging.getLogger(__name__)
@@ -146,9 +147,7 @@ class GpuEngine:
         budget = None if card is None else Budget(card.total_bytes, card.free_bytes(), limits.memory_share)
         if budget is not None:
             budget.check_weights(outline(model, quantization).device_bytes(computed))
-        placement = LibraryOnDevice(device, computed) if fast else OnDevice(device, computed)
-        with torch.inference_mode(), memory_errors():
-            decoder = GpuDecoder(config, load_weights(source, progress, placement), length)
+        decoder = _decoder(source, LibraryOnDevice if fast else OnDevice, device, computed, length, progress)
         identity = f"{source.identity}-{length}" if config.rope.kind == "longrope" else source.identity
         variant = gpu_variant(identity, device, block_size=block_size, dtype=computed, kv_dtype=kv_dtype, fast=fast)
 
@@ -169,9 +168,7 @@ class GpuEngine:
                     partial(decoder.forward, caches=caches), recorder, device, block_size=block_size,
                     max_num_seqs=limits.max_num_seqs, max_model_len=length,
                 )  # fmt: skip
-            return cls(
-                decoder, caches, geometry, info, device, graphs, fast=fast and computed != torch.float32
-            )  # fmt: skip
+            return cls(decoder, caches, geometry, info, device, graphs, fast and computed != torch.float32)
 
         size, most_useful = block_bytes(config, block_size, kv_dtype), USEFUL_CONTEXTS * -(-length // block_size)
         if card is None or budget is None:
@@ -222,6 +219,15 @@ class GpuEngine:
             fill_in(inputs.token_ids)
             logits = self._decoder.forward(inputs, self._caches)
         return logits
+
+
+def _decoder(
+    source: WeightSource, placement: type[OnDevice], device: torch.device, dtype: torch.dtype, length: int,
+    progress: Progress | None,
+) -> GpuDecoder:  # fmt: skip
+    with torch.inference_mode(), memory_errors():
+        weights = load_weights(source, progress, placement(device, dtype))
+        return GpuDecoder(source.config, weights, length)
 
 
 def _num_blocks(
