@@ -23,7 +23,7 @@ from services.console import Console, NamedStream
 from services.model_download import fetch_model
 from services.supervisor import Child, Program, Supervisor
 from shared import bus, logs
-from shared.cores import num_cores
+from shared.cores import give_way, num_cores
 from shared.embedded_redis import (
     RedisUnavailable,
     Server,
@@ -193,6 +193,7 @@ def serve(environ: Mapping[str, str]) -> int:
         except (CannotServe, RedisUnavailable, ModelSourceError) as e:
             sys.stderr.write(f"headrace: {e}\n")
             return 1
+        give_way()
         return asyncio.run(_Serving(plan, redis).run())
 
 

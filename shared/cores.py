@@ -1,8 +1,10 @@
-"""How many cores there are to compute on: physical ones that this process may use, within the container's quota."""
+"""How many cores there are to compute on: physical ones that this process may use, within the container's quota;
+and who has to wait for one."""
 
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 
 CPUS = Path("/sys/devices/system/cpu")
@@ -20,6 +22,13 @@ def leaves_one_free(num_threads: int) -> bool:
     """Is there something to run on beside so many compute threads? A core's second thread counts here."""
     num_usable = len(os.sched_getaffinity(0))
     return num_threads < min(num_usable, _quota() or num_usable)
+
+
+def give_way() -> None:
+    """From now on this process and its children do not take a core from others whenever they wake up: a thread that
+    computes may hold a piece of a step for which all others wait. One that was started with another policy keeps it."""
+    if sys.platform == "linux" and os.sched_getscheduler(0) == os.SCHED_OTHER:
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 
 def _siblings(cpu: int) -> str:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -50,3 +52,21 @@ def test_what_compute_threads_leave_free(machine: Path) -> None:
     assert [cores.leaves_one_free(n) for n in (1, 4, 7, 8)] == [True, True, True, False]
     (machine / "cpu.max").write_text("200000 100000")
     assert [cores.leaves_one_free(n) for n in (1, 2)] == [True, False]
+
+
+POLICIES = """
+import os, subprocess, sys
+from shared.cores import give_way
+os.sched_setscheduler(0, int(sys.argv[1]), os.sched_param(0))
+give_way()
+print(os.sched_getscheduler(0), subprocess.check_output([sys.executable, "-c",
+    "import os; print(os.sched_getscheduler(0))"], text=True).strip())
+"""
+
+
+@pytest.mark.parametrize(("given", "then"), [(os.SCHED_OTHER, os.SCHED_BATCH), (os.SCHED_IDLE, os.SCHED_IDLE)])
+def test_services_wait_for_a_core_unless_told_otherwise(given: int, then: int) -> None:
+    if os.sched_getscheduler(0) != os.SCHED_OTHER and given == os.SCHED_OTHER:
+        pytest.skip("the tests themselves run at another policy, which may not be left")
+    done = subprocess.run([sys.executable, "-c", POLICIES, str(given)], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == [str(then)] * 2
