@@ -28,6 +28,7 @@ static char *lay_out(struct decoder *d, char *at, int64_t rows) {
     d->qkv = take(&at, rows * qkv_stride(d) * 4);
     d->q = take(&at, rows * q_stride(d) * 4);
     d->normed = take_rows(&at, rows, m->hidden_size);
+    d->fused = take_rows(&at, m->embed_norm ? rows : 0, 2 * (int64_t)m->hidden_size);
     d->mixed = take_rows(&at, rows, (int64_t)m->num_heads * m->head_dim);
     d->gated = take_rows(&at, rows, m->intermediate_size);
     d->attend_scratch = take(&at, pool_num_threads(d->pool) * up_to(attend_scratch_floats(m), 16) * 4);

@@ -49,19 +49,38 @@ int choose_best(struct decoder *d, int pieces) {
     return d->num_noisy * num_chunks(d->m->vocab_size);
 }
 
+/* Where rows of the head stand for other tokens, noise is theirs; tokens far behind are left out, for this is a guess. */
+#define FAR_BEHIND 12.0f
+static struct candidate draw_named(const struct draw *draw, const struct drawing *all, const int32_t *token_ids,
+                                   int first, int end) {
+    struct candidate best = {-INFINITY, first};
+    for (int id = first; id < end; id++) {
+        float score = (all->logits[id] - all->largest) / all->temperature;
+        if (score < -FAR_BEHIND) continue;
+        score += noise_at(&draw->key, token_ids[id]);
+        if (score > best.value) best = (struct candidate){score, id};
+    }
+    return best;
+}
+
 void draw_piece(struct decoder *d, int piece) {
     const struct step *s = d->step;
     int vocab_size = d->m->vocab_size, chunks = num_chunks(vocab_size), sample = d->noisy[piece / chunks];
     const float *logits = s->logits + (int64_t)sample * vocab_size;
     const struct draw *draw = s->draws + sample;
     struct drawing all = {logits, logits[s->drawn[sample]], draw->temperature, {-INFINITY, INT32_MAX}};
-    d->candidates[piece] = draw_chunk(&draw->key, &all, vocab_size, piece % chunks);
+    int chunk = piece % chunks, first = chunk * DRAW_CHUNK, end = first + DRAW_CHUNK;
+    d->candidates[piece] = d->m->token_ids
+        ? draw_named(draw, &all, d->m->token_ids, first, end < vocab_size ? end : vocab_size)
+        : draw_chunk(&draw->key, &all, vocab_size, chunk);
 }
 
 void choose_drawn(struct decoder *d) {
     int chunks = num_chunks(d->m->vocab_size);
     for (int n = 0; n < d->num_noisy; n++)
         d->step->drawn[d->noisy[n]] = best_of(d->candidates + (int64_t)n * chunks, chunks).id;
+    for (int i = 0; d->m->token_ids && i < d->step->num_samples; i++)
+        if (d->step->drawn[i] >= 0) d->step->drawn[i] = d->m->token_ids[d->step->drawn[i]];
 }
 
 int32_t input_token(const struct step *s, int row) {

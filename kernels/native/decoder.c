@@ -38,18 +38,46 @@ static struct range piece_rows(int piece, int rows) {
 /* --- what the phases do ----------------------------------------------------------------------------------------- */
 
 static void embed(struct decoder *d, struct range r) {
+    int64_t size = d->m->hidden_size;
     for (int i = r.first; i < r.end; i++) {
         float *x = d->x + i * hidden_stride(d);
-        for (int64_t c = d->m->hidden_size; c < hidden_stride(d); c++) x[c] = 0.0f;
-        weight_row(&d->m->embedding, input_token(d->step, i), x);
+        for (int64_t c = size; c < hidden_stride(d); c++) x[c] = 0.0f;
+        if (d->step->inputs) memcpy(x, d->step->inputs + i * size, (size_t)size * sizeof *x);
+        else weight_row(&d->m->embedding, input_token(d->step, i), x);
     }
+}
+
+static void norm_or_copy(const struct decoder *d, const float *x, const float *weight, float *y) {
+    if (weight) norm_row(x, weight, d->m->eps, d->m->hidden_size, y);
+    else memcpy(y, x, (size_t)d->m->hidden_size * sizeof *y);
+}
+
+/* What the first layer of a head reads: embedding and row side by side, each normed. */
+static void fuse(struct decoder *d, const struct layer *l, struct range r) {
+    for (int i = r.first; i < r.end; i++) {
+        float *y = d->fused.x + i * d->fused.stride;
+        weight_row(&d->m->embedding, input_token(d->step, i), y);
+        norm_row(y, d->m->embed_norm, d->m->eps, d->m->hidden_size, y);
+        norm_or_copy(d, d->x + i * hidden_stride(d), l->attn_norm, y + d->m->hidden_size);
+        if (is_quantised(&l->qkv)) quantize_row(y, &d->fused, i);
+    }
+}
+
+/* Copies of all rows before this layer, where they are wanted. */
+static void tap(struct decoder *d, int layer) {
+    const struct step *s = d->step;
+    int64_t size = d->m->hidden_size;
+    for (int t = 0; t < s->num_taps; t++)
+        for (int i = 0; s->tap_layers[t] == layer && i < s->num_rows; i++)
+            norm_or_copy(d, d->x + i * hidden_stride(d), layer > d->m->num_layers ? d->m->final_norm : NULL,
+                         s->taps + ((int64_t)i * s->num_taps + t) * size);
 }
 
 /* quantises: where a weight that these rows go to is quantised. */
 static void norm(struct decoder *d, const float *weight, int quantises, const int32_t *from, struct range r) {
     for (int i = r.first; i < r.end; i++) {
         float *y = d->normed.x + i * d->normed.stride;
-        norm_row(d->x + (from ? from[i] : i) * hidden_stride(d), weight, d->m->eps, d->m->hidden_size, y);
+        norm_or_copy(d, d->x + (from ? from[i] : i) * hidden_stride(d), weight, y);
         if (quantises) quantize_row(y, &d->normed, i);
     }
 }
@@ -178,7 +206,10 @@ static void row_phase(struct decoder *d, int phase, struct range r) {
         return;
     }
     switch ((phase - 1) % PHASES_A_LAYER) {
-        case NORM_ATTN: norm(d, l->attn_norm, is_quantised(&l->qkv), NULL, r); break;
+        case NORM_ATTN:
+            if (m->embed_norm && !layer) fuse(d, l, r);
+            else norm(d, l->attn_norm, is_quantised(&l->qkv), NULL, r);
+            break;
         case NORM_FFN: norm(d, l->ffn_norm, is_quantised(&l->gate) || is_quantised(&l->up), NULL, r); break;
         default: rope(d, l, r);
     }
@@ -195,7 +226,11 @@ static int prepare(void *context, int phase) {
     const struct model *m = d->m;
     int last = 1 + m->num_layers * PHASES_A_LAYER, rows = d->step->num_rows, samples = d->step->num_samples;
     if (phase == 0) return share_rows(d, phase, rows);
-    if (phase == last) return share_rows(d, phase, samples);
+    if (phase == last) {
+        tap(d, m->num_layers);
+        tap(d, m->num_layers + 1);
+        return share_rows(d, phase, samples);
+    }
     if (phase == last + 1) return samples ? cut_tiles(d, linear_tiles(&m->head)) : 0;
     if (phase == last + 2) return samples ? choose_best(d, cut_tiles(d, linear_tiles(&m->head))) : 0;
     if (phase == last + 3) {
@@ -205,6 +240,7 @@ static int prepare(void *context, int phase) {
     if (d->runner && phase == 1 + m->num_layers * LATE / 4 * PHASES_A_LAYER) step_is_late(d->runner);
     const struct layer *l = m->layers + (phase - 1) / PHASES_A_LAYER;
     switch ((phase - 1) % PHASES_A_LAYER) {
+        case NORM_ATTN: tap(d, (phase - 1) / PHASES_A_LAYER); return share_rows(d, phase, rows);
         case QKV: return cut_tiles(d, linear_tiles(&l->qkv));
         case ATTEND: return d->num_items * m->num_kv_heads;
         case OUT: quantize_mixed(d, l); return cut_tiles(d, linear_tiles(&l->out));
@@ -234,7 +270,10 @@ static void run(void *context, int phase, int piece, int thread) {
         return;
     }
     switch ((phase - 1) % PHASES_A_LAYER) {
-        case QKV: linear_piece(d, &l->qkv, piece, &d->normed, rows, d->qkv, qkv_stride(d), 0); break;
+        case QKV:
+            linear_piece(d, &l->qkv, piece, m->embed_norm && l == m->layers ? &d->fused : &d->normed, rows, d->qkv,
+                         qkv_stride(d), 0);
+            break;
         case ATTEND: attend_piece(d, l, piece, thread); break;
         case OUT: linear_piece(d, &l->out, piece, &d->mixed, rows, d->x, hidden, 1); break;
         case GATE_UP: gate_up_piece(d, l, piece); break;

@@ -17,6 +17,7 @@ struct decoder {
     int32_t capacity, num_items, item_capacity, tiles_a_piece;
     float *x, *qkv, *q, *attend_scratch;
     struct rows normed, mixed, gated;
+    struct rows fused; /* of embedding and row, where the model has an embed_norm */
     struct item *items;
     float *best;     /* [piece of the head][sample] */
     int64_t best_capacity;

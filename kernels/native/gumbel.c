@@ -102,6 +102,12 @@ struct candidate draw_chunk(const struct noise_key *key, const struct drawing *d
     return best;
 }
 
+float noise_at(const struct noise_key *key, int32_t token_id) {
+    uint32_t x[BATCH];
+    philox(key, (uint32_t)token_id / 4, x);
+    return noise_of(x[token_id % 4]);
+}
+
 struct candidate best_of(const struct candidate *found, int count) {
     struct candidate best = found[0];
     for (int i = 1; i < count; i++)

@@ -54,7 +54,7 @@ struct linear {
 };
 
 struct layer {
-    const float *attn_norm, *ffn_norm;  /* padded to 16 */
+    const float *attn_norm, *ffn_norm;  /* padded to 16; attn_norm may be null: nothing is normed */
     const float *q_norm, *k_norm;       /* [head_dim] or null */
     struct linear qkv, out, gate, up, down;
     /* K and V as float16, or as signed bytes with a scale for each slot: see kernels/kv_cache.py. */
@@ -67,7 +67,10 @@ struct model {
     int32_t hidden_size, intermediate_size, num_layers, num_heads, num_kv_heads, head_dim, vocab_size, block_size;
     float eps, query_scale;  /* query_scale: 1 / sqrt(head_dim), times log2 e */
     const float *cos, *sin;  /* [max positions][head_dim / 2] */
-    const float *final_norm; /* padded to 16 */
+    const float *final_norm; /* padded to 16, or null: the output head reads what the last layer leaves */
+    const float *embed_norm; /* or null. A head that drafts (EAGLE-3): the first layer's q, k and v read the normed
+                                embedding and, behind it, the normed row that a step brings along */
+    const int32_t *token_ids; /* [vocab_size] or null: what the output head's rows stand for */
     struct matrix embedding;
     struct linear head;
     struct layer *layers;
@@ -89,7 +92,7 @@ struct draw {
 };
 
 struct step {
-    int32_t num_rows, num_spans, num_samples, reserved;
+    int32_t num_rows, num_spans, num_samples, num_taps;
     const int32_t *token_ids;   /* -1 - i: what sample i of the step before has drawn */
     const int32_t *positions, *row_blocks;  /* row_blocks: the block that a row's K and V go to */
     const struct span *spans;
@@ -99,6 +102,10 @@ struct step {
     const int32_t *drawn_before;
     float *logits;      /* [num_samples][vocab_size] */
     int32_t *drawn;     /* [num_samples]: token ids, -1 where a logit is not finite */
+    const float *inputs;         /* [num_rows][hidden_size] in the embeddings' place, or null */
+    const int32_t *tap_layers;   /* [num_taps]: whose input is wanted; num_layers: what the last leaves; one more: that,
+                                    as the output head reads it */
+    float *taps;                 /* [num_rows][num_taps][hidden_size] */
 };
 
 struct pool;

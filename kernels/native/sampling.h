@@ -47,6 +47,7 @@ struct candidate {
 };
 static inline int num_chunks(int vocab_size) { return (vocab_size + DRAW_CHUNK - 1) / DRAW_CHUNK; }
 struct candidate draw_chunk(const struct noise_key *key, const struct drawing *d, int vocab_size, int chunk);
+float noise_at(const struct noise_key *key, int32_t token_id);
 struct candidate best_of(const struct candidate *found, int count);
 
 /* candidates.c: tokens that a filter still looks at, ids ascending; weights are whole once cut off. */

@@ -51,7 +51,7 @@ class Model(ctypes.Structure):
         ),
         ("eps", c_float),
         ("query_scale", c_float),
-        *((name, c_void_p) for name in ("cos", "sin", "final_norm")),
+        *((name, c_void_p) for name in ("cos", "sin", "final_norm", "embed_norm", "token_ids")),
         ("embedding", Matrix),
         ("head", Linear),
         ("layers", POINTER(Layer)),
@@ -68,12 +68,12 @@ class Draw(ctypes.Structure):
 
 class Step(ctypes.Structure):
     _fields_: ClassVar[_Fields] = [
-        *((name, c_int32) for name in ("num_rows", "num_spans", "num_samples", "reserved")),
+        *((name, c_int32) for name in ("num_rows", "num_spans", "num_samples", "num_taps")),
         *(
             (name, c_void_p)
             for name in (
                 "token_ids", "positions", "row_blocks", "spans", "block_ids", "sample_rows", "draws", "drawn_before",
-                "logits", "drawn",
+                "logits", "drawn", "inputs", "tap_layers", "taps",
             )
         ),
     ]  # fmt: skip

@@ -118,6 +118,14 @@ class TorchEngine:
             tokens = dict(zip(rows, sample(logits[rows], [draws[n] for n in rows]), strict=True))
         return drawn_by_chunk(chunks, inputs.sample_chunks, [tokens.get(n) for n in range(len(draws))])
 
+    def hidden_rows(self, chunk: Chunk, layers: tuple[int, ...]) -> torch.Tensor:
+        """As `Decoder.hidden_rows`, of the chunk's rows. ConfigError where transformers' code computes."""
+        if not isinstance(self._decoder, Decoder):
+            raise ConfigError("model_impl: what layers read is not known of models that transformers' code computes")
+        with torch.inference_mode(), memory_errors():
+            inputs = build_step_inputs([replace(chunk, sample=False)], self._geometry)
+            return self._decoder.hidden_rows(inputs, self._pool, layers)
+
     def logits(self, chunk: Chunk, first: int) -> torch.Tensor:
         """Of the chunk's rows from `first` on, float32 [rows, vocab_size]; its KV is written."""
         with torch.inference_mode(), memory_errors():

@@ -17,7 +17,7 @@ from services.gpu_worker.attention_plan import Geometry
 from services.gpu_worker.batch import Chunk, Drawn, EngineInfo, SampledToken
 from services.gpu_worker.engine import USEFUL_CONTEXTS, context_length, memory_errors
 from services.gpu_worker.kv_pool import num_blocks_for
-from services.gpu_worker.model.config import ConfigError, NotNativeError
+from services.gpu_worker.model.config import ConfigError, ModelConfig, NotNativeError
 from services.gpu_worker.model.native_decoder import (
     KV_DTYPES,
     NativeDecoder,
@@ -67,8 +67,9 @@ class NativeStep:
 class NativeEngine:
     """Build one with `load`. `step` may be repeated: after an exception nothing but unused KV slots has changed."""
 
-    def __init__(self, decoder: NativeDecoder, geometry: Geometry, info: EngineInfo) -> None:
+    def __init__(self, decoder: NativeDecoder, config: ModelConfig, geometry: Geometry, info: EngineInfo) -> None:
         self.info = info
+        self.config = config
         self.decoder = decoder
         self._geometry = geometry
         self._before: NativeStep | None = None
@@ -115,7 +116,9 @@ class NativeEngine:
         variant = native_variant(
             source.identity, library.name, block_size=block_size, layout=cache_layout(kv_cache_dtype)
         )
-        return cls(decoder, geometry, EngineInfo(variant, config.vocab_size, length, block_size, num_blocks, "cpu"))
+        return cls(
+            decoder, config, geometry, EngineInfo(variant, config.vocab_size, length, block_size, num_blocks, "cpu")
+        )
 
     def step(self, chunks: Seq[Chunk]) -> list[Drawn]:
         """As `Engine.step`. SequenceError, before anything is computed, for a chunk that cannot be; and after, for a
@@ -135,6 +138,18 @@ class NativeEngine:
             run = self.decoder.begin(inputs, before.run if before else None)
         self._before = NativeStep(self.decoder, chunks, inputs, run)
         return self._before
+
+    def hidden_rows(self, chunk: Chunk, layers: tuple[int, ...]) -> torch.Tensor:
+        """What these layers read for the chunk's rows, float32 [rows, layers, hidden_size], the number of layers
+        standing for what the last leaves, and one more for that, normed; the chunk's KV is written."""
+        kept, self.decoder.tap_layers = self.decoder.tap_layers, layers
+        try:
+            run = self.decoder.run(build_native_inputs([replace(chunk, sample=False)], self._geometry))
+        finally:
+            self.decoder.tap_layers = kept
+        run.wait()
+        assert run.taps is not None
+        return run.taps
 
     def logits(self, chunk: Chunk, first: int) -> torch.Tensor:
         """Of the chunk's rows from `first` on, float32 [rows, vocab_size], until the next call; its KV is written."""

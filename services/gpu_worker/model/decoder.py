@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from collections.abc import Sequence as Seq
+
 import torch
 
 from kernels.kv_cache import KvCache
@@ -24,6 +27,24 @@ class Decoder:
 
     def forward(self, inputs: StepInputs, pool: KVPool) -> torch.Tensor:
         """Write the K and V of all rows to the pool; the logits of the sample rows, float32 [S, vocab_size]."""
+        *_, x = self._states(inputs, pool)
+        if not inputs.sample_chunks:
+            return x.new_empty(0, self.config.vocab_size)
+        return self._logits(x.index_select(0, inputs.sample_rows))
+
+    def hidden_rows(self, inputs: StepInputs, pool: KVPool, layers: Seq[int]) -> torch.Tensor:
+        """Write the K and V of all rows to the pool; what these layers read, [N, layers, hidden_size]. The number of
+        layers stands for what the last leaves, and one more for that as the output head reads it."""
+        num_layers, found = len(self.weights.layers), {}
+        for number, x in enumerate(self._states(inputs, pool)):
+            if number in layers:
+                found[number] = x[: inputs.num_rows]
+        if num_layers + 1 in layers:
+            found[num_layers + 1] = self.weights.final_norm(x)[: inputs.num_rows]
+        return torch.stack([found[layer] for layer in layers], dim=1)
+
+    def _states(self, inputs: StepInputs, pool: KVPool) -> Iterator[torch.Tensor]:
+        """What each layer reads, and what the last leaves."""
         weights, config = self.weights, self.config
         angles = _rows(self._tables, inputs)
         local = angles if self._local_tables is None else _rows(self._local_tables, inputs)
@@ -31,11 +52,10 @@ class Decoder:
         if config.embedding_scale != 1.0:
             x = x * config.embedding_scale
         for layer, kind, cache in zip(weights.layers, config.layers, pool.layers, strict=True):
+            yield x
             turns = None if not kind.rotary else local if kind.windowed else angles
             x = self._layer(x, layer, kind, cache, inputs, turns)
-        if not inputs.sample_chunks:
-            return x.new_empty(0, config.vocab_size)
-        return self._logits(x.index_select(0, inputs.sample_rows))
+        yield x
 
     def _layer(
         self, x: torch.Tensor, layer: LayerWeights, kind: LayerKind, cache: KvCache, inputs: StepInputs,

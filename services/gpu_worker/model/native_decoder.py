@@ -64,8 +64,9 @@ class NativeRun:
     The runner may still have a step that nobody asks about any more, so the decoder keeps the last two."""
 
     def __init__(self, library: NativeLibrary, runner: Any, step: Step, kept: tuple[Any, ...], logits: torch.Tensor,
-                 drawn: ctypes.Array[c_int32]) -> None:  # fmt: skip
+                 taps: torch.Tensor | None, drawn: ctypes.Array[c_int32]) -> None:  # fmt: skip
         self.drawn = drawn
+        self.taps = taps  # float32 [N, the decoder's tap_layers, hidden_size], its own, once the step has ended
         self._logits = logits
         self._library = library
         self._runner = runner
@@ -103,9 +104,11 @@ class NativeRun:
 
 class NativeDecoder:
     def __init__(
-        self, config: ModelConfig, weights: NativeWeights, library: NativeLibrary, *, num_threads: int,
-        num_blocks: int, block_size: int, max_model_len: int, kv_cache_dtype: str = "auto",
+        self, config: ModelConfig, weights: NativeWeights, library: NativeLibrary, *, num_blocks: int,
+        block_size: int, max_model_len: int, num_threads: int = 1, kv_cache_dtype: str = "auto",
+        pool: Pool | None = None,
     ) -> None:  # fmt: skip
+        """pool: of another decoder, that never computes while this one does; else its own, of num_threads."""
         cos, signed_sin = rope_tables(config, max_model_len)
         half = config.head_dim // 2
         self._kept: tuple[Any, ...] = (weights, cos[:, :half].contiguous(), signed_sin[:, half:].contiguous())
@@ -115,7 +118,8 @@ class NativeDecoder:
             config.hidden_size, config.intermediate_size, config.num_layers, config.num_heads, config.num_kv_heads,
             config.head_dim, config.vocab_size, block_size, config.norm_eps,
             config.query_scale * math.log2(math.e), address(self._kept[1]), address(self._kept[2]),
-            address(weights.final_norm), weights.embedding.matrix(), _linear(weights.head), self._layers,
+            address(weights.final_norm), address(weights.embed_norm), address(weights.token_ids),
+            weights.embedding.matrix(), _linear(weights.head), self._layers,
         )  # fmt: skip
         self._library = library
         self._pool: Pool | None = None
@@ -123,12 +127,19 @@ class NativeDecoder:
         self._runs: deque[NativeRun] = deque(maxlen=2)  # handed over last
         self._logits = torch.empty(0, config.vocab_size)
         self._logits_address = 0
-        self.set_num_threads(num_threads)
+        self._hidden_size = config.hidden_size
+        self.tap_layers: tuple[int, ...] = ()  # of which layers steps keep the input, see native.h
+        self._use(pool or Pool(library, num_threads))
+
+    @property
+    def weights(self) -> NativeWeights:
+        weights: NativeWeights = self._kept[0]
+        return weights
 
     @property
     def num_weight_bytes(self) -> int:
         """In memory; an embedding that is the output head too counts once."""
-        weights: NativeWeights = self._kept[0]
+        weights = self.weights
         linears = [weights.head, *(n for x in weights.layers for n in (x.qkv, x.out, x.gate, x.up, x.down))]
         parts = {id(part): part.num_bytes for linear in linears for part in linear.parts}
         return sum((parts | {id(weights.embedding): weights.embedding.num_bytes}).values())
@@ -141,7 +152,9 @@ class NativeDecoder:
 
     def set_num_threads(self, num_threads: int) -> None:
         """Not while a step runs."""
-        pool = Pool(self._library, num_threads)
+        self._use(Pool(self._library, num_threads))
+
+    def _use(self, pool: Pool) -> None:
         runner = self._library.runner_new(ctypes.byref(self._model), pool.pointer)
         if not runner:
             raise MemoryError("no memory for the decoder")
@@ -157,11 +170,13 @@ class NativeDecoder:
         self._runs.append(run)
         return run
 
-    def run(self, inputs: NativeInputs) -> NativeRun:
-        """A step to `wait` for, which computes it. Not while others are under way."""
-        return self._prepare(inputs, None)
+    def run(self, inputs: NativeInputs, rows: torch.Tensor | None = None) -> NativeRun:
+        """A step to `wait` for, which computes it. Not while others are under way.
 
-    def _prepare(self, inputs: NativeInputs, after: NativeRun | None) -> NativeRun:
+        rows: float32 [N, hidden_size], contiguous, that the first layer reads in the embeddings' place."""
+        return self._prepare(inputs, None, rows)
+
+    def _prepare(self, inputs: NativeInputs, after: NativeRun | None, rows: torch.Tensor | None = None) -> NativeRun:
         """A step writes the K and V of all rows to the caches, and draws."""
         num_samples = len(inputs.sample_rows)
         if num_samples > len(self._logits):
@@ -173,16 +188,20 @@ class NativeDecoder:
         drawn, draws = (c_int32 * num_samples)(), (Draw * num_samples)()
         for sample, (temperature, *key) in inputs.noise.items():
             draws[sample] = Draw(temperature, NoiseKey(*key))
-        ints = array("i", itertools.chain(*parts))
+        ints, tap_layers = array("i", itertools.chain(*parts)), array("i", self.tap_layers)
+        num_rows, num_taps = len(inputs.token_ids), len(self.tap_layers)
+        taps = torch.empty(num_rows, num_taps, self._hidden_size) if num_taps else None
         start = ints.buffer_info()[0]
         ends = itertools.accumulate(map(len, parts), initial=0)
         before = after.drawn if after else drawn
         step = Step(
-            len(inputs.token_ids), len(inputs.spans) // 4, num_samples, 0,
+            num_rows, len(inputs.spans) // 4, num_samples, num_taps,
             *(start + ints.itemsize * end for end, _ in zip(ends, parts, strict=False)),
             addressof(draws), addressof(before), self._logits_address, addressof(drawn),
+            address(rows), tap_layers.buffer_info()[0] if num_taps else None, address(taps),
         )  # fmt: skip
-        return NativeRun(self._library, self._runner, step, (ints, draws, before), self._logits, drawn)
+        kept = (ints, draws, before, rows, tap_layers)
+        return NativeRun(self._library, self._runner, step, kept, self._logits, taps, drawn)
 
     def forward(self, inputs: NativeInputs) -> tuple[torch.Tensor, list[int]]:
         """A whole step: its logits, and what is drawn from them."""
@@ -194,8 +213,7 @@ class NativeDecoder:
         if self._runner:
             self._library.runner_free(self._runner)
             self._runner = None
-        if self._pool is not None:
-            self._pool.close()
+        self._pool = None  # which ends once nobody has it
 
     def __del__(self) -> None:
         if hasattr(self, "_pool"):

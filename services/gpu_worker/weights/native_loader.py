@@ -30,7 +30,9 @@ class NativeLinear:
 
 @dataclass(frozen=True, slots=True)
 class NativeLayer:
-    attn_norm: torch.Tensor
+    """attn_norm is None only in heads that draft."""
+
+    attn_norm: torch.Tensor | None
     ffn_norm: torch.Tensor
     q_norm: torch.Tensor | None
     k_norm: torch.Tensor | None
@@ -43,10 +45,15 @@ class NativeLayer:
 
 @dataclass(frozen=True, slots=True)
 class NativeWeights:
+    """Of a head that drafts there may be no final_norm, but an embed_norm, and token_ids, int32: what the rows of the
+    output head stand for. See native.h."""
+
     embedding: PackedWeight
     layers: tuple[NativeLayer, ...]
-    final_norm: torch.Tensor
+    final_norm: torch.Tensor | None
     head: NativeLinear
+    embed_norm: torch.Tensor | None = None
+    token_ids: torch.Tensor | None = None
 
 
 def load_native_weights(source: WeightSource, progress: Progress | None = None) -> NativeWeights:

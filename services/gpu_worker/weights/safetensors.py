@@ -39,7 +39,7 @@ class SafetensorsSource:
         self.family, self.config = hf_family(values), config_from_hf(values)
         self._norm_offset = self.family.norm_offset
         paths = shard_paths(folder)
-        stored = _stored(paths)
+        stored = tensors_in(paths)
         for number in range(_num_draft_layers(values)):
             prefix = f"model.layers.{self.config.num_layers + number}."
             stored = {name: tensor for name, tensor in stored.items() if not name.startswith(prefix)}
@@ -109,7 +109,8 @@ def _num_draft_layers(values: dict[str, Any]) -> int:
     return number if type(number) is int and 0 <= number < 16 else 0
 
 
-def _stored(paths: list[Path]) -> dict[str, StoredTensor]:
+def tensors_in(paths: list[Path]) -> dict[str, StoredTensor]:
+    """By name; WeightsError for a file that cannot be trusted."""
     tensors: dict[str, StoredTensor] = {}
     for path in paths:
         shard = _open(path)

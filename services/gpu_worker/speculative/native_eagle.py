@@ -1,0 +1,211 @@
+"""An EAGLE head on native ops: guesses for several sequences at once, from what the target's layers read.
+
+Its layer is a decoder of one layer with a KV cache of its own, under the target's block ids. Slot p has the row of
+token p + 1 with what the target computed for token p, as in the published implementations; a guess goes on from the
+last such row with the head's own. What it draws it draws with the request's noise, so that it agrees with the target
+as often as it can.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from kernels.matmul_a8 import matmul_a8
+from kernels.packed_weight import PackedWeight
+from kernels.philox import MASK
+from kernels.quantize_a8 import quantize_a8
+from kernels.rms_norm import rms_norm
+from services.gpu_worker.batch import Sequence
+from services.gpu_worker.model.config import ModelConfig
+from services.gpu_worker.model.native_decoder import NativeDecoder
+from services.gpu_worker.native_inputs import NativeInputs, Noise
+from services.gpu_worker.sampler import GREEDY_BELOW
+from services.gpu_worker.speculative.head_config import EagleConfig, drafting_layer, read_eagle
+from services.gpu_worker.weights.head_files import HeadFiles, draft_token_ids
+from services.gpu_worker.weights.native_loader import NativeLayer, NativeLinear, NativeWeights
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """taps [rows, taps, hidden_size]: of the tokens from `first` on, up to the last but one of the sequence. count: of
+    guesses, which must have slots but for the last."""
+
+    seq: Sequence
+    first: int
+    taps: torch.Tensor
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class EagleWeights:
+    """fc: what makes rows of taps, or of embedding and taps; first_norm: of rows, where the stream begins behind it."""
+
+    fc: PackedWeight
+    fc_bias: torch.Tensor | None
+    first_norm: torch.Tensor | None
+    decoder: NativeWeights
+
+
+def load_eagle(folder: Path, kind: str, target: ModelConfig, shared: NativeWeights) -> tuple[EagleConfig, EagleWeights]:
+    """shared: of the target, whose embedding and output head a head may use. ConfigError, WeightsError."""
+    files = HeadFiles(folder)
+    config = read_eagle(files.values, "eagle3" if kind == "eagle3" else "eagle", target)
+    weights = _fused(files, config, shared) if config.is_fused else _plain(files, config, shared)
+    files.finish()
+    return config, weights
+
+
+def _fused(files: HeadFiles, config: EagleConfig, shared: NativeWeights) -> EagleWeights:
+    layer, size = config.layer, config.layer.hidden_size
+    files.rename("layers.0.", "midlayer.")
+    norm = files.vector("midlayer.hidden_norm.weight", size)
+    first, later = (norm, None) if config.norms_first else (None, norm)
+    at = "midlayer."
+    native = _layer(files, config, at, 2 * size, later, files.vector(f"{at}post_attention_layernorm.weight", size))
+    decoder = NativeWeights(
+        _embedding(files, config, shared), (native,), files.vector("norm.weight", size),
+        NativeLinear((files.matrix("lm_head.weight", config.draft_vocab_size, size),)),
+        files.vector(f"{at}input_layernorm.weight", size),
+        draft_token_ids(files, config.draft_vocab_size, layer.vocab_size),
+    )  # fmt: skip
+    fc = files.matrix("fc.weight", size, len(config.tap_layers) * size)
+    return EagleWeights(fc, None, first, decoder)
+
+
+def _plain(files: HeadFiles, config: EagleConfig, shared: NativeWeights) -> EagleWeights:
+    size, at = config.layer.hidden_size, "layers.0."
+    native = _layer(files, config, at, size, None, files.vector(f"{at}post_attention_layernorm.weight", size))
+    head = shared.head
+    if files.has("lm_head.weight"):
+        head = NativeLinear((files.matrix("lm_head.weight", config.layer.vocab_size, size),))
+    bias = files.vector("fc.bias", size)[:size] if config.fc_bias or files.has("fc.bias") else None
+    decoder = NativeWeights(_embedding(files, config, shared), (native,), None, head)
+    return EagleWeights(files.matrix("fc.weight", size, 2 * size), bias, None, decoder)
+
+
+def _embedding(files: HeadFiles, config: EagleConfig, shared: NativeWeights) -> PackedWeight:
+    if not files.has("embed_tokens.weight"):
+        return shared.embedding
+    return files.dense("embed_tokens.weight", config.layer.vocab_size, config.layer.hidden_size)
+
+
+def _layer(
+    files: HeadFiles, config: EagleConfig, at: str, into: int, attn_norm: torch.Tensor | None, ffn_norm: torch.Tensor
+) -> NativeLayer:
+    layer = config.layer
+    size, inner = layer.hidden_size, layer.intermediate_size
+    heads, kv = layer.num_heads * layer.head_dim, layer.num_kv_heads * layer.head_dim
+
+    def linear(name: str, rows: int, columns: int, bias: bool) -> NativeLinear:
+        weight = files.matrix(f"{at}{name}.weight", rows, columns)
+        return NativeLinear((weight,), files.vector(f"{at}{name}.bias", rows)[:rows] if bias else None)
+
+    q, k, v = (linear(f"self_attn.{n}_proj", rows, into, layer.qkv_bias) for n, rows in
+               (("q", heads), ("k", kv), ("v", kv)))  # fmt: skip
+    biases = [part.bias for part in (q, k, v) if part.bias is not None]
+    return NativeLayer(
+        attn_norm=attn_norm, ffn_norm=ffn_norm, q_norm=None, k_norm=None,
+        qkv=NativeLinear((*q.parts, *k.parts, *v.parts), torch.cat(biases) if biases else None),
+        out=linear("self_attn.o_proj", size, heads, layer.out_bias),
+        gate=linear("mlp.gate_proj", inner, size, layer.mlp_bias),
+        up=linear("mlp.up_proj", inner, size, layer.mlp_bias),
+        down=linear("mlp.down_proj", size, inner, layer.mlp_bias),
+    )  # fmt: skip
+
+
+class NativeEagle:
+    """Computes while the target does not: both use one pool of threads."""
+
+    def __init__(
+        self, config: EagleConfig, weights: EagleWeights, target: NativeDecoder, *, num_blocks: int,
+        block_size: int, max_model_len: int,
+    ) -> None:  # fmt: skip
+        self.config = config
+        self._weights = weights
+        self._block_size = block_size
+        self._library, self._pool = target.native
+        self._decoder = NativeDecoder(
+            drafting_layer(config), weights.decoder, self._library, pool=self._pool, num_blocks=num_blocks,
+            block_size=block_size, max_model_len=max_model_len,
+        )  # fmt: skip
+        self._decoder.tap_layers = (1,)  # what its layer leaves: the next row
+
+    def guess(self, wanted: Seq[Wanted]) -> list[list[int]]:
+        """Tokens that may follow each; fewer than asked for where the head has come to no number."""
+        found: list[list[int]] = [[] for _ in wanted]
+        alive = list(range(len(wanted)))
+        spans = [(w.first, len(w.taps)) for w in wanted]
+        tokens = [token for w in wanted for token in w.seq.token_ids[w.first + 1 :]]
+        rows = self._first_rows(tokens, torch.cat([w.taps for w in wanted]).flatten(1))
+        for place in range(max(w.count for w in wanted)):
+            drawn, left = self._step([wanted[i].seq for i in alive], spans, tokens, rows, place)
+            for n, i in enumerate(alive):
+                found[i] += [drawn[n]] if drawn[n] >= 0 else []
+            going = [n for n, i in enumerate(alive) if wanted[i].count > place + 1 == len(found[i])]
+            if not going:
+                break
+            alive, tokens = [alive[n] for n in going], [drawn[n] for n in going]
+            spans = [(len(wanted[i].seq.token_ids) - 1 + place, 1) for i in alive]
+            rows = self._later_rows(tokens, left[going])
+        return found
+
+    def _first_rows(self, tokens: Seq[int], taps: torch.Tensor) -> torch.Tensor:
+        return self._normed(self._fused(taps)) if self.config.is_fused else self._later_rows(tokens, taps)
+
+    def _later_rows(self, tokens: Seq[int], rows: torch.Tensor) -> torch.Tensor:
+        """rows: of the token before, as the target's last layer or the head has left it."""
+        if self.config.is_fused:
+            return self._normed(rows.contiguous())
+        ids = torch.tensor(tokens, dtype=torch.int32)
+        embeds = torch.empty(len(tokens), self.config.layer.hidden_size)
+        matrix = self._weights.decoder.embedding.matrix()
+        ids_pointer = ctypes.cast(ids.data_ptr(), ctypes.POINTER(ctypes.c_int32))
+        self._library.weight_rows(matrix, ids_pointer, len(tokens), embeds.data_ptr())
+        return self._fused(torch.cat((embeds, rows), dim=1))
+
+    def _fused(self, rows: torch.Tensor) -> torch.Tensor:
+        fused = matmul_a8(quantize_a8(rows, self._library), self._weights.fc, self._library, self._pool)
+        return fused if self._weights.fc_bias is None else fused + self._weights.fc_bias
+
+    def _normed(self, rows: torch.Tensor) -> torch.Tensor:
+        norm, layer = self._weights.first_norm, self.config.layer
+        return rows if norm is None else rms_norm(rows, norm[: layer.hidden_size], layer.norm_eps)
+
+    def _step(
+        self, sequences: Seq[Sequence], spans: Seq[tuple[int, int]], tokens: list[int], rows: torch.Tensor, place: int
+    ) -> tuple[list[int], torch.Tensor]:
+        """spans: first slot and number of each sequence's rows. What its last row draws, and leaves."""
+        run = self._decoder.run(self._inputs(sequences, spans, tokens, place), rows)
+        drawn = run.wait()
+        assert run.taps is not None
+        ends = list(itertools.accumulate(count for _, count in spans))
+        return drawn, run.taps[[end - 1 for end in ends], 0]
+
+    def _inputs(
+        self, sequences: Seq[Sequence], spans: Seq[tuple[int, int]], tokens: list[int], place: int
+    ) -> NativeInputs:
+        size, row = self._block_size, 0
+        positions: list[int] = []
+        row_blocks: list[int] = []
+        native: list[int] = []
+        block_ids: list[int] = []
+        samples: list[int] = []
+        noise: dict[int, Noise] = {}
+        for number, (seq, (first, count)) in enumerate(zip(sequences, spans, strict=True)):
+            end = first + count
+            native += (row, count, first, len(block_ids))
+            positions += range(first, end)
+            row_blocks += [seq.block_ids[position // size] for position in range(first, end)]
+            block_ids += seq.block_ids[: -(-end // size)]
+            row += count
+            samples.append(row - 1)
+            if seq.params.temperature >= GREEDY_BELOW:
+                key = (seq.params.seed & MASK, seq.params.seed >> 32, seq.num_output_tokens + place, seq.choice)
+                noise[number] = (seq.params.temperature, *key)
+        return NativeInputs(tokens, positions, row_blocks, native, block_ids, samples, noise, [], [])

@@ -1,0 +1,70 @@
+"""Heads with random weights for a tiny model, and what they read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from services.gpu_worker.batch import Chunk
+from services.gpu_worker.model.rope import rope_tables
+from services.gpu_worker.native_engine import NativeEngine
+from services.gpu_worker.speculative.head_config import EagleConfig, eagle_like
+from services.gpu_worker.training.corpus import Example
+from services.gpu_worker.training.eagle import EagleHead
+from services.gpu_worker.training.publish import publish
+from services.gpu_worker.training.self_text import Text
+from services.gpu_worker.training.trainer import Batch, Batcher, Target
+from services.gpu_worker.weights.loader import open_source
+from tests.gpu_worker.any_engine import load_native
+from tests.gpu_worker.tiny_models import Runner, save
+
+DRAFT_VOCAB_SIZE = 96
+SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 6, "num_attention_heads": 4,
+         "head_dim": 16}  # fmt: skip
+
+
+def save_tiny(folder: Path) -> None:
+    save("llama", folder, **SIZES)
+
+
+def load_tiny(folder: Path) -> NativeEngine:
+    save_tiny(folder)
+    return load_native(folder, kv_cache_bytes=8 << 20)
+
+
+def random_head(kind: str, folder: Path, seed: int = 0) -> tuple[EagleHead, Target]:
+    """For the model in a folder."""
+    source = open_source(folder)
+    config: EagleConfig = eagle_like("eagle3" if kind == "eagle3" else "eagle", source.config, DRAFT_VOCAB_SIZE)
+    generator = torch.Generator().manual_seed(seed)
+    embedding, lm_head = torch.empty(source.shapes["embedding.weight"]), torch.empty(source.shapes["head.weight"])
+    source.read_into("embedding.weight", embedding)
+    source.read_into("head.weight", lm_head)
+    ids = torch.arange(source.config.vocab_size)
+    if kind == "eagle3":
+        ids = torch.randperm(source.config.vocab_size, generator=generator)[:DRAFT_VOCAB_SIZE].sort().values
+    target = Target(embedding, lm_head[ids], ids, rope_tables(config.layer, 256))
+    head = EagleHead(config, target.lm_head)
+    for parameter in head.parameters():
+        if parameter.dim() == 2:
+            parameter.data.normal_(0, 0.1, generator=generator)
+        else:
+            parameter.data.uniform_(0.5, 1.5, generator=generator)
+    head.get_buffer("scale").uniform_(0.5, 2.0, generator=generator)
+    return head, target
+
+
+def published(kind: str, folder: Path, to: Path, dtype: str = "float16") -> tuple[EagleHead, Target]:
+    head, target = random_head(kind, folder)
+    publish(head, target.token_ids, to, dtype, {})
+    return head, target
+
+
+def read_rows(engine: NativeEngine, token_ids: list[int], layers: tuple[int, ...]) -> torch.Tensor:
+    seq = Runner(engine).sequence(token_ids, 1)
+    return engine.hidden_rows(Chunk(seq, 0, len(token_ids), False), layers)
+
+
+def batch_of(target: Target, token_ids: list[int], rows: torch.Tensor) -> Batch:
+    return Batcher(target, torch.device("cpu")).batch([Example(Text(0, 1, token_ids), rows)])

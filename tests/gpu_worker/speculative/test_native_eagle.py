@@ -1,0 +1,103 @@
+"""EAGLE heads on native ops against the modules that learn, which are the specification."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from kernels.gumbel import NoiseKey, gumbel_noise_at
+from services.gpu_worker.batch import Sequence
+from services.gpu_worker.native_engine import NativeEngine
+from services.gpu_worker.speculative.native_eagle import NativeEagle, Wanted, load_eagle
+from services.gpu_worker.training.eagle import EagleHead, Passes
+from services.gpu_worker.training.trainer import Target
+from tests.gpu_worker.head_models import load_tiny, published, read_rows
+from tests.gpu_worker.tiny_models import Runner, prompts
+
+KINDS = ["eagle", "eagle3"]
+
+
+def loaded(engine: NativeEngine, kind: str, folder: Path) -> NativeEagle:
+    config, weights = load_eagle(folder, kind, engine.config, engine.decoder.weights)
+    info = engine.info
+    return NativeEagle(config, weights, engine.decoder, num_blocks=info.num_blocks, block_size=info.block_size,
+                       max_model_len=info.max_model_len)  # fmt: skip
+
+
+@torch.no_grad()
+def chain_logits(
+    head: EagleHead, target: Target, token_ids: list[int], rows: torch.Tensor, drafts: list[int]
+) -> torch.Tensor:
+    """What the module foresees after the text, and after each of the drafts: [1 + drafts, draft vocabulary]. All rows
+    at once, each with the row that the one before has left, one more time for each draft."""
+    embeds = target.embedding[[*token_ids[1:], *drafts]][None]
+    first = head.first_rows(rows[: len(token_ids) - 1].flatten(1)[None])
+    given, found = first, []
+    for place in range(len(drafts) + 1):
+        left = head(embeds[:, : given.shape[1]], given, target.angles, Passes([], []))
+        found.append(head.logits(left[:, -1])[0])
+        given = torch.cat((given, left[:, -1:]), dim=1)
+        assert given.shape[1] == len(token_ids) + place
+    return torch.stack(found)
+
+
+def wanted(engine: NativeEngine, seq: Sequence, layers: tuple[int, ...], count: int, first: int = 0) -> Wanted:
+    return Wanted(seq, first, read_rows(engine, seq.token_ids, layers)[first:-1], count)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_greedy_guesses_are_as_good_to_the_module_as_its_own(tmp_path: Path, kind: str) -> None:
+    """Weights and activations of 8 bits round, so a guess may be another where two are nearly as good."""
+    engine = load_tiny(tmp_path / "model")
+    head, target = published(kind, tmp_path / "model", tmp_path / "head")
+    eagle = loaded(engine, kind, tmp_path / "head")
+    runner = Runner(engine)
+    behind = []
+    for text in prompts(12, seed=5):
+        seq = runner.sequence(text, 6)
+        guesses = eagle.guess([wanted(engine, seq, eagle.config.tap_layers, 4)])[0]
+        assert len(guesses) == 4
+        rows = read_rows(engine, text, eagle.config.tap_layers)
+        logits = chain_logits(head, target, text, rows, guesses[:-1])
+        places = torch.searchsorted(target.token_ids, torch.tensor(guesses))
+        behind.append((logits.amax(-1) - logits[range(4), places]) / logits.std(-1))
+        runner.free(seq)
+    assert torch.stack(behind).mean() < 0.03 and torch.stack(behind).max() < 0.5
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_guesses_do_not_depend_on_mates_or_on_how_rows_come(tmp_path: Path, kind: str) -> None:
+    engine = load_tiny(tmp_path / "model")
+    published(kind, tmp_path / "model", tmp_path / "head")
+    eagle = loaded(engine, kind, tmp_path / "head")
+    runner, layers = Runner(engine), eagle.config.tap_layers
+    settings = [{}, {"temperature": 0.8, "seed": 3}, {"temperature": 1.5, "seed": 4}]
+    sequences = [runner.sequence(p, 8, i % 2, **settings[i % 3]) for i, p in enumerate(prompts(7, seed=2, low=9))]
+    alone = [eagle.guess([wanted(engine, s, layers, 1 + i % 4)])[0] for i, s in enumerate(sequences)]
+    assert [len(ids) for ids in alone] == [1 + i % 4 for i in range(7)]
+    together = eagle.guess([wanted(engine, s, layers, 1 + i % 4) for i, s in enumerate(sequences)])
+    assert together == alone
+    for seq in sequences:  # the first rows a step earlier, the rest now
+        cut = Sequence(seq.sid, 1, seq.choice, seq.params, seq.num_prompt_tokens, seq.token_ids[:5], seq.block_ids)
+        eagle.guess([wanted(engine, cut, layers, 3)])
+    assert eagle.guess([wanted(engine, s, layers, 1 + i % 4, first=4) for i, s in enumerate(sequences)]) == alone
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_drawn_has_the_noise_of_its_token_and_position(tmp_path: Path, kind: str) -> None:
+    engine = load_tiny(tmp_path / "model")
+    head, target = published(kind, tmp_path / "model", tmp_path / "head")
+    eagle = loaded(engine, kind, tmp_path / "head")
+    runner = Runner(engine)
+    num_equal = 0
+    for number, text in enumerate(prompts(20, seed=6)):
+        seq = runner.sequence(text, 4, choice=1, temperature=2.0, seed=number)
+        guess = eagle.guess([wanted(engine, seq, eagle.config.tap_layers, 1)])[0][0]
+        rows = read_rows(engine, text, eagle.config.tap_layers)
+        logits = chain_logits(head, target, text, rows, [])[0]
+        noise = gumbel_noise_at([NoiseKey(seed=number, position=0, choice=1)], [target.token_ids])[0]
+        num_equal += guess == int(target.token_ids[(logits / 2.0 + noise).argmax()])
+        runner.free(seq)
+    assert num_equal >= 16
