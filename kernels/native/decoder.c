@@ -10,12 +10,6 @@ enum phase { NORM_ATTN, QKV, ROPE, ATTEND, OUT, NORM_FFN, GATE_UP, DOWN, PHASES_
 #define MAX_PIECES 16384
 #define LATE 3 /* quarters of the layers, after which the next step should be made ready */
 
-static int is_quantised(const struct linear *l) {
-    for (int i = 0; i < l->num_parts; i++)
-        if (!is_dense(&l->parts[i])) return 1;
-    return 0;
-}
-
 /* Sets how many tiles make a piece; the number of pieces, if possible as many for each thread. */
 static int cut_tiles(struct decoder *d, int tiles) {
     int threads = pool_num_threads(d->pool), size = tiles / (threads * 4);
@@ -45,32 +39,6 @@ static void embed(struct decoder *d, struct range r) {
         if (d->step->inputs) memcpy(x, d->step->inputs + i * size, (size_t)size * sizeof *x);
         else weight_row(&d->m->embedding, input_token(d->step, i), x);
     }
-}
-
-static void norm_or_copy(const struct decoder *d, const float *x, const float *weight, float *y) {
-    if (weight) norm_row(x, weight, d->m->eps, d->m->hidden_size, y);
-    else memcpy(y, x, (size_t)d->m->hidden_size * sizeof *y);
-}
-
-/* What the first layer of a head reads: embedding and row side by side, each normed. */
-static void fuse(struct decoder *d, const struct layer *l, struct range r) {
-    for (int i = r.first; i < r.end; i++) {
-        float *y = d->fused.x + i * d->fused.stride;
-        weight_row(&d->m->embedding, input_token(d->step, i), y);
-        norm_row(y, d->m->embed_norm, d->m->eps, d->m->hidden_size, y);
-        norm_or_copy(d, d->x + i * hidden_stride(d), l->attn_norm, y + d->m->hidden_size);
-        if (is_quantised(&l->qkv)) quantize_row(y, &d->fused, i);
-    }
-}
-
-/* Copies of all rows before this layer, where they are wanted. */
-static void tap(struct decoder *d, int layer) {
-    const struct step *s = d->step;
-    int64_t size = d->m->hidden_size;
-    for (int t = 0; t < s->num_taps; t++)
-        for (int i = 0; s->tap_layers[t] == layer && i < s->num_rows; i++)
-            norm_or_copy(d, d->x + i * hidden_stride(d), layer > d->m->num_layers ? d->m->final_norm : NULL,
-                         s->taps + ((int64_t)i * s->num_taps + t) * size);
 }
 
 /* quantises: where a weight that these rows go to is quantised. */
@@ -207,7 +175,7 @@ static void row_phase(struct decoder *d, int phase, struct range r) {
     }
     switch ((phase - 1) % PHASES_A_LAYER) {
         case NORM_ATTN:
-            if (m->embed_norm && !layer) fuse(d, l, r);
+            if (m->embed_norm && !layer) fuse(d, l, r.first, r.end);
             else norm(d, l->attn_norm, is_quantised(&l->qkv), NULL, r);
             break;
         case NORM_FFN: norm(d, l->ffn_norm, is_quantised(&l->gate) || is_quantised(&l->up), NULL, r); break;

@@ -40,6 +40,23 @@ INLINE int linear_tiles(const struct linear *l) {
     return n;
 }
 
+static inline int is_quantised(const struct linear *l) {
+    for (int i = 0; i < l->num_parts; i++)
+        if (!is_dense(&l->parts[i])) return 1;
+    return 0;
+}
+
+static inline void norm_or_copy(const struct decoder *d, const float *x, const float *weight, float *y) {
+    if (weight) norm_row(x, weight, d->m->eps, d->m->hidden_size, y);
+    else memcpy(y, x, (size_t)d->m->hidden_size * sizeof *y);
+}
+
+/* taps.c */
+/* What the first layer of a head reads: embedding and row side by side, each normed. Rows first to end. */
+void fuse(struct decoder *d, const struct layer *l, int first, int end);
+/* Copies of all rows before this layer, where they are wanted. */
+void tap(struct decoder *d, int layer);
+
 /* buffers.c: 0 if there is no memory. Steps no larger than an earlier one allocate nothing. */
 int reserve_buffers(struct decoder *d, const struct step *step);
 void free_buffers(struct decoder *d);

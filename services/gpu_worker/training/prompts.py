@@ -1,4 +1,4 @@
-"""Prompts that a model writes its training text for: built in, or a user's. *Pure.*
+"""Prompts that a model writes its training text for: built in, or a user's.
 
 The built-in ones are subjects put into tasks, drawn from a seed: what people ask an assistant, and texts to go on with.
 """
