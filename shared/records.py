@@ -166,8 +166,19 @@ class Records:
         leases = await self._redis.mget([f"{self._prefix}lease:{kind}:{i}" for i in ids]) if ids else []
         return {i for i, lease in zip(ids, leases, strict=True) if lease is not None}
 
+    async def living(self, kind: MemberKind) -> set[str]:
+        """All of that kind that have a lease."""
+        return await self.alive(kind, [i for i, member in (await self._members()).items() if member.kind == kind])
+
     async def members(self) -> dict[str, tuple[Member, bool]]:
         """Every incarnation, with whether its lease is alive."""
+        found = await self._members()
+        if not found:
+            return {}
+        leases = await self._redis.mget([f"{self._prefix}lease:{m.kind}:{m.incarnation}" for m in found.values()])
+        return {m.incarnation: (m, lease is not None) for m, lease in zip(found.values(), leases, strict=True)}
+
+    async def _members(self) -> dict[str, Member]:
         found: dict[str, Member] = {}
         for data in (await self._redis.hgetall(f"{self._prefix}members")).values():
             try:
@@ -175,10 +186,7 @@ class Records:
             except ProtocolError:
                 continue  # another version's: its own services deal with it
             found[member.incarnation] = member
-        if not found:
-            return {}
-        leases = await self._redis.mget([f"{self._prefix}lease:{m.kind}:{m.incarnation}" for m in found.values()])
-        return {m.incarnation: (m, lease is not None) for m, lease in zip(found.values(), leases, strict=True)}
+        return found
 
     async def leases(self, workers: Sequence[str]) -> dict[str, tuple[str, str, int]]:
         """worker -> (scheduler that leases it, store that leases its pool, the pool's term); "" and 0 where none."""

@@ -59,7 +59,7 @@ USERS = (
     User(
         "worker", (*LIFE, "amend", "commit", "finish", "requeue", "send"),
         (*RECORDS, "info", "xread", "del", "set"),
-        ("lease:worker:*", "plan:*", "inbox:*", "cache:*", "metrics:worker:*"),
+        ("lease:worker:*", "lease:store:*", "plan:*", "inbox:*", "cache:*", "metrics:worker:*"),
     ),
     User(
         "admin",  # of people and their tools: `headrace serve`, `headrace dead`, and a look at what is there

@@ -14,13 +14,14 @@ MAX_SPECULATIVE_TOKENS = 64
 
 class SpeculativeConfig(BaseModel):
     """num_speculative_tokens: most drafts of a sequence in a step. prompt_lookup_min, prompt_lookup_max: of `ngram`,
-    how many tokens must stand before."""
+    how many tokens must stand before. fleet: drafts come from other answers of the same tenant too."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
     method: Literal["ngram", "suffix"]
     num_speculative_tokens: int = Field(default=16, ge=1, le=MAX_SPECULATIVE_TOKENS)
     prompt_lookup_min: int = Field(default=2, ge=1, le=16)
     prompt_lookup_max: int = Field(default=5, ge=1, le=16)
+    fleet: bool = True
 
     @model_validator(mode="after")
     def _ordered(self) -> Self:

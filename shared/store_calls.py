@@ -1,14 +1,18 @@
 """What schedulers and workers say to a cache store, and its answers.
 
-Every call is a state: repeating it changes nothing.
+Every call about blocks is a state: repeating it changes nothing. What is said of answers may be lost, or come twice.
 """
 
 from __future__ import annotations
 
 from typing import Any, ClassVar, Literal, Self
 
+from pydantic import Field
+
 from shared.wire import MAX_STATE_BYTES, Message, ProtocolError
 from shared.worker_protocol import Seal, Taken
+
+MAX_FLEET_ASKS = 8
 
 
 class InventoryEntry(Message):
@@ -174,3 +178,25 @@ class Matched(Message):
     pool_term: int
     cached_length: int
     num_free: int = 0
+
+
+class FleetCall(Message):
+    """A worker has had these answers, and asks what is known of those tenants: what has changed after the version of
+    this very store that it has, or 0. See `shared/suffix_table.py`."""
+
+    TAG: ClassVar[str] = "fleet"
+    worker: str
+    reply_to: str
+    answers: tuple[tuple[bytes, bytes, bytes], ...] = ()  # tenant, the last ids of the prompt, those of the answer
+    asks: tuple[tuple[bytes, int], ...] = Field(default=(), max_length=MAX_FLEET_ASKS)
+
+
+class FleetChanges(Message):
+    """The answer about one tenant, if there is something to say. is_all: no later changes are known."""
+
+    TAG: ClassVar[str] = "fleet_changes"
+    store: str
+    tenant: bytes
+    version: int
+    is_all: bool
+    words: bytes  # packed

@@ -10,6 +10,7 @@ Who learns is `services/cache_store/fleet_learner.py`; workers hold copies of wh
 
 from __future__ import annotations
 
+import sys
 from array import array
 from collections.abc import Iterable
 
@@ -132,3 +133,22 @@ class SuffixTable:
         belong. In the other they are as good as free."""
         self.words = self.words + self.words
         self._line_mask = len(self.words) // WAYS - 1
+
+
+def pack_words(words: array[int]) -> bytes:
+    """Little-endian, as messages carry them."""
+    return _little_endian(words).tobytes()
+
+
+def unpack_words(data: bytes) -> array[int]:
+    """Without a rest that is no whole word."""
+    words = array("Q")
+    words.frombytes(data[: len(data) & -words.itemsize])
+    return _little_endian(words)
+
+
+def _little_endian(words: array[int]) -> array[int]:
+    if sys.byteorder == "big":
+        words = words[:]
+        words.byteswap()
+    return words

@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
+from services.cache_store.fleet_store import FleetStore
 from services.cache_store.metrics_defs import StoreMetrics
 from services.cache_store.store_core import Reply, StoreCore
 from shared import metrics
@@ -23,6 +24,7 @@ from shared.records import Records
 from shared.runtime import Stop, farewell, forever, once, run_until_stopped, wait_for_event
 from shared.scripts import Scripts
 from shared.sharing import is_member_dead, share_leases
+from shared.store_calls import FleetCall
 from shared.wire import ProtocolError, decode, encode
 from shared.worker_protocol import ListInventory
 
@@ -40,6 +42,8 @@ class StoreService:
         self.scripts = Scripts(redis, model)
         self.records = Records(redis, self.scripts.prefix)
         self.metrics = StoreMetrics()
+        self.fleet = FleetStore(lambda: self.incarnation)  # outlives a life: nothing in it is owned
+        self._has_answers = asyncio.Event()
         self._blocking = blocking or redis
         self._beat = Scripts(heartbeat or redis, model)
         self._clock = clock
@@ -112,6 +116,9 @@ class StoreService:
             if isinstance(message, Event):
                 self._on_event(message)
                 return []
+            if isinstance(message, FleetCall):
+                self._has_answers.set()
+                return [*self.fleet.handle(message)]
             return self.core.handle(message) if message is not None else []
         except ProtocolError as e:
             log.error("%s: %s", entry.stream, e)
@@ -170,7 +177,7 @@ class StoreService:
             await self.scripts.gone("store", self.incarnation)
             await self.start()
             return
-        self.metrics.observe(self.core)
+        self.metrics.observe(self.core, self.fleet)
         await metrics.publish(self._beat.redis, self.scripts.prefix, "store", self.incarnation, self.metrics.registry)
 
     async def run(self, stop: Stop) -> None:
@@ -182,10 +189,18 @@ class StoreService:
                 forever("calls", lambda: self.read(2000), stop, self.distrust_leases),
                 forever("heartbeat", self._beat_loop, stop),
                 forever("scan", self._scan_loop, stop),
+                forever("learn", self.learn, stop),
             ],
             stop,
         )
         await farewell(self._leave())
+
+    async def learn(self) -> None:
+        """A piece of the answers that have come, between other things."""
+        await self._has_answers.wait()
+        if not self.fleet.learn_piece():
+            self._has_answers.clear()
+        await asyncio.sleep(0)
 
     async def _leave(self) -> None:
         for worker in list(self._terms):

@@ -25,18 +25,22 @@ from services.gpu_worker.admission import Validate
 from services.gpu_worker.batch import Engine
 from services.gpu_worker.composer import Budget
 from services.gpu_worker.failures import EngineBroken, OutOfMemory, WorkerFailure
+from services.gpu_worker.fleet_link import FleetLink
 from services.gpu_worker.grammar import Grammars
 from services.gpu_worker.loops import WorkerLoops
 from services.gpu_worker.model.config import ConfigError
 from services.gpu_worker.probe import measure, measure_rows
 from services.gpu_worker.scripted_engine import ScriptedEngine
 from services.gpu_worker.service import WorkerService
+from services.gpu_worker.speculative.fleet import Fleet
 from services.gpu_worker.speculative.speculator import Speculator
 from services.gpu_worker.step_cost import StepCost
 from shared import bootstrap, bus, model_source, speculative_config
 from shared.cores import leaves_one_free, num_cores
 from shared.model_source import ModelSourceError
+from shared.records import Records
 from shared.runtime import EXIT_MODEL, Stop, redis_answers
+from shared.scripts import Scripts
 from shared.settings import (
     SCRIPTED_MODEL,
     CommonSettings,
@@ -79,11 +83,14 @@ async def serve(
     try:
         if not await redis_answers(clients[0], stop, volatile=common.volatile):
             return 0
+        fleet = speculator.fleet if speculator else None
+        scripts = Scripts(clients[0], common.served_name)
         service = WorkerService(
             clients[0], common.served_name, engine, validate=validate, name=socket.gethostname(),
             incarnation=common.incarnation, enable_prefix_caching=own.enable_prefix_caching,
             max_step_s=own.max_step_ms / 1000, blocking=clients[1], heartbeat=clients[2], cost=cost,
             overlap=_has_spare_core(own, engine), drafter=speculator, grammars=Grammars(lambda: _vocabulary(common)),
+            fleet=FleetLink(fleet, scripts, Records(clients[0], scripts.prefix)) if fleet else None,
             capacity=Budget(num_tokens, num_seqs, prefill_chunk=num_tokens),
         )  # fmt: skip
         await WorkerLoops(service, _flush_interval_s(own, engine)).run(stop, common.drain_timeout_s)
@@ -147,7 +154,10 @@ def _measure(engine: Engine, own: WorkerSettings) -> tuple[StepCost, Speculator 
     config = speculative_config.parse(own.speculative_config)
     try:
         cost, max_step_s = measure(engine), own.max_step_ms / 1000
-        return cost, Speculator(config, measure_rows(engine), max_step_s=max_step_s) if config else None
+        if config is None:
+            return cost, None
+        fleet = Fleet(engine.info.vocab_size) if config.fleet else None
+        return cost, Speculator(config, measure_rows(engine), max_step_s=max_step_s, fleet=fleet)
     except MemoryError:
         raise
     except Exception as e:

@@ -6,6 +6,8 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
+from services.gpu_worker.batch import EngineInfo
+from services.gpu_worker.composer import Budget
 from services.gpu_worker.outbox import NOTHING, Carried
 from services.gpu_worker.pacing import DETAILS_S, REPORT_S
 from shared.bus import Entry, StreamReader
@@ -41,6 +43,15 @@ class Life:
     @property
     def worker(self) -> str:
         return self.membership.incarnation
+
+
+def member_of(info: EngineInfo, name: str, capacity: Budget) -> Member:
+    """What a worker announces itself as, under a name that is yet to come."""
+    return Member(
+        kind="worker", incarnation="", name=name, max_model_len=info.max_model_len, num_blocks=info.num_blocks,
+        block_size=info.block_size, max_num_seqs=capacity.max_num_seqs, variant=info.variant, device=info.device,
+        max_num_batched_tokens=capacity.max_num_batched_tokens, vocab_size=info.vocab_size,
+    )  # fmt: skip
 
 
 def new_life(member: Member, incarnation: str, beat: Scripts, blocking: Any) -> Life:

@@ -9,7 +9,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Collection
+from collections.abc import Awaitable, Callable, Collection
+from typing import Any
 
 from redis.exceptions import RedisError
 
@@ -47,12 +48,17 @@ class WorkerLoops:
         loop = asyncio.get_running_loop()
         service.engine_loop.start(lambda: self._on_progress(loop))
         drained = Stop()
+        steps: dict[str, Callable[[], Awaitable[Any]]] = {
+            "plan": lambda: service.read_plan(READ_BLOCK_MS), "commit": self._flush_when_due,
+            "heartbeat": self._beat_when_due,
+        }  # fmt: skip
+        if (fleet := service.fleet) is not None:
+            steps["fleet"] = lambda: fleet.turn(lambda: service.incarnation, lambda: bool(service.running.sequences))
+            steps["fleet's answers"] = fleet.take_in
         try:
             await run_until_stopped(
                 [
-                    forever("plan", lambda: service.read_plan(READ_BLOCK_MS), drained),
-                    forever("commit", self._flush_when_due, drained),
-                    forever("heartbeat", self._beat_when_due, drained),
+                    *(forever(name, step, drained) for name, step in steps.items()),
                     self._drain(stop, drained, drain_timeout_s),
                 ],
                 drained,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from services.gpu_worker.engine_thread import EngineLoop
+from services.gpu_worker.speculative.fleet import Fleet
 from services.gpu_worker.speculative.speculator import Speculator
 from shared.metrics import ProcessMetrics
 
@@ -44,6 +45,15 @@ class WorkerMetrics:
                 ("num_accepted_tokens_per_pos", "Drafts that were right, by their place in a draft", ("position",)),
             )
         }
+        self._fleet = {
+            name: Gauge(f"headrace_worker_fleet_{name}", text, registry=self.registry)
+            for name, text in (
+                ("tenants", "Tenants of whose answers it has statistics"),
+                ("entries", "Entries of those: what has followed which tokens"),
+                ("bytes", "Memory of those"),
+            )
+        }
+        self._told = Counter("headrace_fleet_answers", "Answers for stores", ["state"], registry=self.registry)
         self._seen: dict[str, float] = {}
 
     def _histogram(self, name: str, text: str) -> Histogram:
@@ -57,6 +67,8 @@ class WorkerMetrics:
             speculator = running.drafting.drafter
             if isinstance(speculator, Speculator):
                 self._observe_drafts(speculator)
+                if speculator.fleet is not None:
+                    self._observe_fleet(speculator.fleet)
             totals: dict[str, float] = {
                 "steps": loop.num_steps,
                 "step_gaps": loop.num_gaps,
@@ -91,6 +103,15 @@ class WorkerMetrics:
             per_position = self._drafts["num_accepted_tokens_per_pos"]
             for position, total in counts.accepted.items():
                 per_position.labels(method, position).inc(self._new(f"{method} accepted at {position}", total))
+
+    def _observe_fleet(self, fleet: Fleet) -> None:
+        tables = fleet.tables
+        self._fleet["tenants"].set(len(tables))
+        self._fleet["entries"].set(sum(t.num_entries for t in tables))
+        self._fleet["bytes"].set(sum(t.num_bytes for t in tables))
+        left_out = fleet.num_ended - fleet.num_told - fleet.num_waiting
+        for state, total in (("told", fleet.num_told), ("left_out", left_out)):
+            self._told.labels(state).inc(self._new(f"answers {state}", total))
 
     def _new(self, name: str, total: float) -> float:
         increment = total - self._seen.get(name, 0.0)

@@ -14,19 +14,23 @@ from shared.bus import Entry
 from shared.protocol import Outcome
 from shared.records import Records
 from shared.scripts import Scripts
+from shared.store_calls import FleetChanges
 from shared.wire import ProtocolError, decode, split_sequence_id
 from shared.worker_protocol import Admit
 
 log = logging.getLogger(__name__)
 
 
-async def read_change(entry: Entry, worker: str, scripts: Scripts, records: Records) -> Change | None:
-    """None for what is no plan change. May be repeated."""
+async def read_change(entry: Entry, worker: str, scripts: Scripts, records: Records) -> Change | FleetChanges | None:
+    """None for what is no plan change; a store's answer comes along with those. May be repeated."""
     fields = entry.fields
     if b"m" not in fields:
         return None  # written by `join`
     try:
-        message, kind, term = decode(fields[b"m"]), fields[b"k"].decode(), int(fields[b"t"])
+        message = decode(fields[b"m"])
+        if isinstance(message, FleetChanges):
+            return message
+        kind, term = fields[b"k"].decode(), int(fields[b"t"])
     except (KeyError, ValueError) as e:
         log.error("a plan change is not ours, left out: %s", e)
         return None

@@ -22,19 +22,19 @@ from services.gpu_worker.batch import Drafter, Engine
 from services.gpu_worker.commits import Commit, Place
 from services.gpu_worker.composer import Budget
 from services.gpu_worker.engine_thread import EngineLoop
+from services.gpu_worker.fleet_link import FleetLink
 from services.gpu_worker.grammar import Grammars
-from services.gpu_worker.life import Life, new_life
+from services.gpu_worker.life import Life, member_of, new_life
 from services.gpu_worker.metrics_defs import WorkerMetrics
 from services.gpu_worker.outbox import NOTHING, Carried
 from services.gpu_worker.plan_reader import read_change
 from services.gpu_worker.reports import report, running_state
-from services.gpu_worker.running_set import RunningSet
+from services.gpu_worker.running_set import Change, RunningSet
 from services.gpu_worker.seals import inventory_pages
 from services.gpu_worker.step_cost import StepCost
 from services.gpu_worker.watchdog import Watchdog
 from shared import metrics
 from shared.leases import BUSY_LEASE_MS, IDLE_LEASE_MS, Lapsed, StreamLost, new_incarnation
-from shared.protocol import Member
 from shared.records import Records
 from shared.scripts import Scripts
 from shared.wire import encode
@@ -51,6 +51,7 @@ class WorkerService:
         incarnation: str = "", enable_prefix_caching: bool = True, max_step_s: float = 0.1, blocking: Any = None,
         heartbeat: Any = None, clock: Callable[[], float] = time.monotonic, cost: StepCost | None = None,
         overlap: bool = True, drafter: Drafter | None = None, grammars: Grammars | None = None,
+        fleet: FleetLink | None = None,
     ) -> None:  # fmt: skip
         self.redis = redis
         self.scripts = Scripts(redis, model)
@@ -64,6 +65,7 @@ class WorkerService:
         )  # fmt: skip
         self._answers = AnswerMaker(grammars or Grammars(), self.engine_loop)
         self.watchdog = Watchdog(self.engine_loop, clock)
+        self.fleet = fleet
         self.clock = clock
         self.num_entries = 0  # sequences in the last commit
         self.lease_is_short = False  # as far as is known: BUSY_LEASE_MS, since the last commit or refresh
@@ -71,11 +73,7 @@ class WorkerService:
         self.beat_is_due = False  # work has come, whose first step may be long and the last one: shorten the lease
         self._blocking = blocking or redis
         self._beat = Scripts(heartbeat or redis, model)
-        self._member = Member(
-            kind="worker", incarnation="", name=name, max_model_len=info.max_model_len, num_blocks=info.num_blocks,
-            block_size=info.block_size, max_num_seqs=capacity.max_num_seqs, variant=info.variant, device=info.device,
-            max_num_batched_tokens=capacity.max_num_batched_tokens, vocab_size=info.vocab_size,
-        )  # fmt: skip
+        self._member = member_of(info, name, capacity)
         self.life = self._new_life(incarnation or new_incarnation("worker"))
         self._ended_lives: deque[tuple[str, list[Place]]] = deque()  # to be wound up before the next one joins
         self._joining = asyncio.Lock()
@@ -161,7 +159,9 @@ class WorkerService:
             if life is not self.life:
                 break
             life.entries.popleft()
-            if change is not None:
+            if change is not None and self.fleet is not None:
+                self.fleet.notice(change)
+            if isinstance(change, Change):
                 self.engine_loop.submit(change)
                 self._answers.begin(change)
                 num_changes += 1

@@ -182,7 +182,18 @@ def test_defaults_are_resolved() -> None:
         "logprobs": None,
         "prompt_logprobs": None,
         "num_speculative_tokens": None,
+        "fleet": True,
     }
+
+
+@pytest.mark.parametrize(
+    ("asked", "most", "fleet"),
+    [(None, None, True), ({}, None, True), ({"fleet": None}, None, True), ({"fleet": False}, None, False),
+     ({"num_speculative_tokens": 0}, 0, True), ({"num_speculative_tokens": 3, "fleet": False}, 3, False)],
+)  # fmt: skip
+def test_what_a_request_says_of_speculation(asked: dict[str, object] | None, most: int | None, fleet: bool) -> None:
+    sampling = completion(speculative=asked)[0].sampling
+    assert (sampling.num_speculative_tokens, sampling.fleet) == (most, fleet)
 
 
 def test_a_seed_is_64_bits_and_shared_by_choices() -> None:

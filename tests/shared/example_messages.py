@@ -62,6 +62,11 @@ EXAMPLES: tuple[w.Message, ...] = (
     c.Reconcile(**HEAD, running=((SID, 2, bytes(32), (9, 10)),), spare_block_ids=(12,)),
     c.Reconciled(call=7, worker="w-1", pool_term=4, status="not_ready", num_free=5, num_blocks=64),
     c.Match(**HEAD, salt=bytes(32), ids=w.pack_ids([1, 2])),
+    c.FleetCall(
+        worker="w-1", reply_to="plan:w-1", answers=((b"t" * 32, w.pack_ids([1, 2]), w.pack_ids([3])),),
+        asks=((b"t" * 32, 5),),
+    ),
+    c.FleetChanges(store="c-1", tenant=b"t" * 32, version=6, is_all=True, words=bytes(16)),
     c.Matched(call=7, worker="w-1", pool_term=4, cached_length=16, num_free=5),
     p.Member(kind="worker", incarnation="w-1", max_model_len=512, num_blocks=64, block_size=16, variant="v"),
     p.Event(kind="left", id="w-1"),

@@ -93,3 +93,13 @@ async def test_leases_that_are_alive(redis_url: str) -> None:
         await w.redis.delete(w.key("lease:gateway:g2"))
         assert await w.records.alive("gateway", ["g", "g2", "g3"]) == {"g"}
         assert await w.records.alive("gateway", []) == set()
+
+
+async def test_who_of_a_kind_is_alive(redis_url: str) -> None:
+    async with world_at(redis_url) as w:
+        for kind, id in (("store", "c"), ("store", "c2"), ("gateway", "g2")):
+            await w.join(kind, id)
+        await w.redis.hset(w.key("members"), "x", b"garbage")
+        await w.redis.delete(w.key("lease:store:c2"))
+        assert await w.records.living("store") == {"c"}
+        assert await w.records.living("worker") == set()

@@ -8,6 +8,8 @@ from shared.speculative_config import SpeculativeConfig, parse
 def test_methods_and_their_defaults() -> None:
     assert parse("none") is None
     assert parse('{"method": "suffix"}') == SpeculativeConfig(method="suffix", num_speculative_tokens=16)
+    off = parse('{"method": "suffix", "fleet": false}')
+    assert off is not None and not off.fleet
     got = parse('{"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 4}')
     assert got is not None and (got.num_speculative_tokens, got.prompt_lookup_min, got.prompt_lookup_max) == (3, 1, 4)
 

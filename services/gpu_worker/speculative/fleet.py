@@ -16,6 +16,7 @@ from collections.abc import Sequence as Seq
 from services.gpu_worker.batch import Sequence
 from services.gpu_worker.speculative.proposer import NOTHING, Proposal
 from shared.block_keys import root_key
+from shared.protocol import SamplingParams
 from shared.suffix_table import COUNT_BITS, LENGTHS, MAX_TOKEN_ID, SuffixTable, after
 from shared.wire import pack_ids
 
@@ -26,6 +27,11 @@ MAX_ANSWER_TOKENS = 4096  # of an answer, from its first on
 ENDINGS = ("stop", "length", "done")  # done: by a gateway, at a stop string or because its client has left
 
 Told = tuple[bytes, bytes, bytes]  # tenant, the last tokens of the prompt, those of the answer
+
+
+def is_shared(params: SamplingParams) -> bool:
+    """Does the request let others of its tenant have its answer, and make use of theirs?"""
+    return params.fleet and params.num_speculative_tokens != 0
 
 
 class FleetProposer:

@@ -16,7 +16,7 @@ from services.gpu_worker.batch import Chunk, Drawn, Sequence
 from services.gpu_worker.speculative.acceptance import Acceptance
 from services.gpu_worker.speculative.choice import choose_fairly
 from services.gpu_worker.speculative.fleet import METHOD as FLEET
-from services.gpu_worker.speculative.fleet import Fleet
+from services.gpu_worker.speculative.fleet import Fleet, is_shared
 from services.gpu_worker.speculative.ngram import NgramProposer
 from services.gpu_worker.speculative.proposer import NOTHING, Proposal, Proposer, TextProposer
 from services.gpu_worker.speculative.row_cost import RowCost
@@ -164,7 +164,7 @@ class Speculator:
     def forget(self, seq: Sequence) -> None:
         """It has left."""
         self._guided.pop(seq.sid, None)
-        if self.fleet is not None and self._shares(seq):
+        if self.fleet is not None and is_shared(seq.params):
             self.fleet.ended(seq)
 
     def _read(self, sequences: Seq[Sequence]) -> None:
@@ -208,15 +208,11 @@ class Speculator:
             num_skipped = min(num_skipped, seq.num_prompt_tokens)
             own_text, method = self._new_proposer(), self._config.method
             sources = [self._source(method, own_text)]
-            if self.fleet is not None and self._shares(seq):
+            if self.fleet is not None and is_shared(seq.params):
                 sources.append(self._source(FLEET, self.fleet.proposer(seq)))
             guided = _Guided(seq, own_text, sources, method, num_skipped, num_skipped)
             self._guided[seq.sid] = guided
         return guided
-
-    def _shares(self, seq: Sequence) -> bool:
-        """Its text with others of its tenant, and theirs with it."""
-        return seq.params.fleet and self._most(seq) > 0
 
     def _source(self, method: str, proposer: Proposer) -> _Source:
         return _Source(method, proposer, Acceptance(self._acceptances[method]))

@@ -1,0 +1,137 @@
+"""What a new worker gains from another's answers: the same requests with their tenant's statistics and without.
+
+    python -m tests.bench.fleet_gain [--teach N] [--ask N] [--kinds form,letter,class]
+
+Real processes, a real Redis, the default model. Worker A answers requests of a kind, and is killed; worker B, just
+started, answers others of that kind, each twice in turns: for a tenant that has had no answer before, which is its cold
+start, and for A's. A line of JSON for each kind: tokens a second cold, the ratio of the times, that of the
+first request alone, and whether all answers were the same. Prefix caching is off, which would help the second time too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import re
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+
+from shared.embedded_redis import find_server
+from shared.settings import DEFAULT_MODEL
+from tests import helpers
+from tests.e2e.stack import Stack
+
+PEOPLE = [
+    ("Anna Berg", 31, "Oslo", "baker"), ("Tom Hill", 44, "Leeds", "driver"), ("Mia Rossi", 27, "Turin", "nurse"),
+    ("Jan Novak", 52, "Brno", "teacher"), ("Lea Kahn", 36, "Basel", "pilot"), ("Omar Aziz", 29, "Cairo", "cook"),
+    ("Eva Lind", 61, "Malmo", "judge"), ("Raj Patel", 40, "Pune", "clerk"), ("Sue Park", 33, "Busan", "painter"),
+    ("Max Wolf", 48, "Bonn", "doctor"), ("Ida Holm", 25, "Bergen", "farmer"), ("Leo Cruz", 57, "Cadiz", "sailor"),
+    ("Amy Reed", 38, "Derby", "lawyer"), ("Ben Katz", 45, "Haifa", "miner"), ("Kim Choi", 30, "Seoul", "dancer"),
+    ("Pia Moro", 54, "Parma", "singer"),
+]  # fmt: skip
+THINGS = [
+    "User", "Order", "Product", "Invoice", "Ticket", "Booking", "Customer", "Payment", "Address", "Message", "Task",
+    "Event", "Parcel", "Contract", "Vehicle", "Room",
+]  # fmt: skip
+FORM = (
+    'Turn this into a JSON object with the keys "first_name", "last_name", "age", "city", "profession", "country", '
+    '"active". Answer with JSON only.\n\n{} is {} years old, lives in {} and works as a {}.'
+)
+LETTER = (
+    "Write a short and polite e-mail to {}: the order number {} has arrived damaged and is replaced free of charge. "
+    "Sign it as the customer service of Northwind Parcel."
+)
+CLASS = "Write a Python dataclass {} with the fields id, name, created_at, and methods to_dict, from_dict and validate."
+KINDS = {
+    "form": [FORM.format(*person) for person in PEOPLE],
+    "letter": [LETTER.format(name, 1000 + 7 * age) for name, age, _, _ in PEOPLE],
+    "class": [CLASS.format(thing) for thing in THINGS],
+}
+NUM_OUTPUT = 200
+LEARNT_TIMEOUT_S = 60.0
+SETTINGS: dict[str, object] = {
+    "speculative_config": '{"method": "suffix"}', "enable_prefix_caching": False, "max_model_len": 2048,
+}  # fmt: skip
+
+
+class Asker:
+    def __init__(self, session: aiohttp.ClientSession, url: str, model: str) -> None:
+        self._session = session
+        self._url = url
+        self._model = model
+
+    async def ask(self, text: str, tenant: str) -> tuple[float, int, str]:
+        """Seconds, tokens, and the answer."""
+        body = {
+            "model": self._model, "messages": [{"role": "user", "content": text}], "max_tokens": NUM_OUTPUT,
+            "temperature": 0, "cache_salt": tenant,
+        }  # fmt: skip
+        started = time.perf_counter()
+        async with self._session.post(self._url + "/v1/chat/completions", json=body) as response:
+            answer = await response.json()
+        seconds = time.perf_counter() - started
+        return seconds, answer["usage"]["completion_tokens"], answer["choices"][0]["message"]["content"]
+
+    async def num_learnt(self) -> float:
+        async with self._session.get(self._url + "/metrics") as response:
+            text = await response.text()
+        found = re.findall(r'^headrace_fleet_total\{[^}]*count="answers_learnt"[^}]*\} (\S+)', text, re.MULTILINE)
+        return sum(map(float, found))
+
+
+async def measure(redis_url: str, folder: Path, kind: str, num_taught: int, num_asked: int) -> dict[str, Any]:
+    texts = KINDS[kind]
+    stack = Stack(redis_url, folder, model=DEFAULT_MODEL, env=SETTINGS)
+    async with stack, aiohttp.ClientSession() as session:
+        asker = Asker(session, stack.url, stack.served_name)
+        for text in texts[:num_taught]:
+            await asker.ask(text, "tenant")
+
+        async def all_learnt() -> bool:
+            return await asker.num_learnt() >= num_taught
+
+        await helpers.wait_until(all_learnt, LEARNT_TIMEOUT_S, every=0.2)
+        worker = stack.process("worker")
+        stack.kill(worker)
+        await asyncio.to_thread(worker.popen.wait, 10)
+        await stack.restart(worker)
+        await helpers.wait_until(stack.state.all_leased, LEARNT_TIMEOUT_S)
+        cold, warm = [], []
+        for number, text in enumerate(texts[num_taught : num_taught + num_asked]):
+            cold.append(await asker.ask(text, f"nobody {number}"))
+            warm.append(await asker.ask(text, "tenant"))
+    cold_s, warm_s = sum(s for s, _, _ in cold), sum(s for s, _, _ in warm)
+    return {
+        "kind": kind, "taught": num_taught, "asked": len(cold),
+        "tok_s_cold": round(sum(n for _, n, _ in cold) / cold_s, 1), "ratio": round(cold_s / warm_s, 3),
+        "first": round(cold[0][0] / warm[0][0], 3), "same": [c[1:] for c in cold] == [w[1:] for w in warm],
+    }  # fmt: skip
+
+
+async def measure_all(args: argparse.Namespace) -> None:
+    with tempfile.TemporaryDirectory(prefix="headrace-fleet-") as folder:
+        (Path(folder) / "redis").mkdir()
+        with helpers.running_redis(find_server(), Path(folder) / "redis") as redis_url:
+            for kind in args.kinds.split(","):
+                line = await measure(redis_url, Path(folder) / kind, kind, args.teach, args.ask)
+                sys.stdout.write(json.dumps(line) + "\n")
+                sys.stdout.flush()
+
+
+def main() -> int:
+    ap = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    ap.add_argument("--teach", type=int, default=10)
+    ap.add_argument("--ask", type=int, default=6)
+    ap.add_argument("--kinds", default=",".join(KINDS))
+    asyncio.run(measure_all(ap.parse_args()))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
