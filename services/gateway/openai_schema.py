@@ -216,12 +216,12 @@ class ChatCompletionRequest(GenerationRequest):
 class CompletionRequest(GenerationRequest):
     UNSUPPORTED: ClassVar[dict[str, tuple[Any, ...]]] = {
         **GenerationRequest.UNSUPPORTED,
-        "suffix": ("",),
         "thinking_token_budget": (),
         "prompt_embeds": (),
         "add_special_tokens": (True,),
     }
     prompt: Prompt
+    suffix: str | None = None
     best_of: Annotated[Int, Field(ge=1, le=MAX_CHOICES)] | None = None
     echo: Switch = False
     logprobs: Annotated[Int, Field(ge=0, le=MAX_LOGPROBS)] | None = None

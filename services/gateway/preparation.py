@@ -17,6 +17,7 @@ from services.gateway.chat_messages import parse_messages
 from services.gateway.chat_template import Message
 from services.gateway.errors import BadRequest
 from services.gateway.forms import Form
+from services.gateway.infill import check_goes_with, infill_of
 from services.gateway.openai_schema import (
     ChatCompletionRequest,
     CompletionRequest,
@@ -90,7 +91,7 @@ def build_specs(
     if isinstance(request, ChatCompletionRequest):
         prompts, param = [chat_prompt(chat_text, tokenizer, limits)], "messages"
     else:
-        prompts, param = completion_prompts(request.prompt, tokenizer, limits), "prompt"
+        prompts, param = completion_prompts(request.prompt, tokenizer, limits, request.suffix or ""), "prompt"
     if len(prompts) * num_choices > limits.max_choices:
         field = "prompt" if num_choices == 1 else "n" if num_choices == request.n else "best_of"
         raise BadRequest(f"{field} asks for more than {limits.max_choices} choices in one request", param=field)
@@ -129,12 +130,15 @@ def chat_prompt(text: str, tokenizer: Tokenizer, limits: Limits | None = None) -
     return tokenizer.encode(text, add_special_tokens=False)
 
 
-def completion_prompts(prompt: Any, tokenizer: Tokenizer, limits: Limits) -> list[list[int]]:
-    """A text, texts, token ids, or lists of them. A text gets BOS if the model wants it; ids are taken as they are."""
+def completion_prompts(prompt: Any, tokenizer: Tokenizer, limits: Limits, suffix: str = "") -> list[list[int]]:
+    """A text, texts, token ids, or lists of them. A text gets BOS if the model wants it; ids are taken as they are.
+    suffix: what follows on the answer."""
+    infill = infill_of(tokenizer) if suffix else None
+    _check_length(suffix, tokenizer, limits, "suffix")
 
     def encoded(text: str, path: str) -> list[int]:
         _check_length(text, tokenizer, limits, path)
-        return tokenizer.encode_prompt(text)
+        return infill.prompt_ids(text, suffix, tokenizer) if infill else tokenizer.encode_prompt(text)
 
     if isinstance(prompt, str):
         return [encoded(prompt, "prompt")]
@@ -184,6 +188,8 @@ def _check_together(request: ChatCompletionRequest | CompletionRequest, limits: 
         return
     if request.best_of is not None and request.best_of < (request.n or 1):
         raise BadRequest("best_of must be at least n", param="best_of")
+    if request.suffix:
+        check_goes_with(request.prompt, request.echo)
     if asked.is_selected(request) and request.stream:
         raise BadRequest("best_of beyond n cannot be streamed", param="best_of")
 
@@ -204,6 +210,8 @@ def _sampling(
     stop_ids = checked_ids(request.stop_token_ids, tokenizer.vocab_size, "stop_token_ids")
     if not request.ignore_eos:
         stop_ids += tokenizer.eos_token_ids
+        if isinstance(request, CompletionRequest) and request.suffix:
+            stop_ids += infill_of(tokenizer).end_ids
     if constraint is not None and constraint.grammar and not stop_ids:
         raise BadRequest("ignore_eos together with structured output is not supported", param="ignore_eos")
     return SamplingParams(

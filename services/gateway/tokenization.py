@@ -117,6 +117,21 @@ class Tokenizer:
         text = self.whole_text(token_id)
         return text if text is not None else "bytes:" + "".join(f"\\x{b:02x}" for b in self.token_bytes(token_id))
 
+    def token_id(self, text: str) -> int | None:
+        """The token, special or not, that this text stands for."""
+        ids = self.encode(text, add_special_tokens=False)
+        found = self.token_text(ids[0]) if len(ids) == 1 else ""
+        return ids[0] if found.replace("▁", " ").strip() == text.replace("▁", " ").strip() else None
+
+    def encode_rest(self, text: str) -> list[int]:
+        """A text that goes on with another: no space is put in front. Special tokens are text in it."""
+        ids = self.encode(text, add_special_tokens=False, parse_special=False)
+        if not self._parts.strips_first_space or not text:
+            return ids
+        begin = self.encode("\n", add_special_tokens=False, parse_special=False)
+        both = self.encode("\n" + text, add_special_tokens=False, parse_special=False)
+        return both[len(begin) :] if both[: len(begin)] == begin else ids
+
     def special_token_id(self, text: str) -> int | None:
         """The special token with this text."""
         ids = self.encode(text, add_special_tokens=False)

@@ -24,7 +24,7 @@ FURTHER_RULES = {
     },
     "/v1/completions": {
         "prompt", "best_of", "logit_bias", "logprobs", "min_tokens", "n", "stop_token_ids", "stream_options",
-        "response_format", "structured_outputs", "allowed_token_ids", "bad_words",
+        "response_format", "structured_outputs", "allowed_token_ids", "bad_words", "suffix",
     },
     "/tokenize": {
         "prompt", "messages", "tools", "continue_final_message", "add_generation_prompt", "chat_template_kwargs",

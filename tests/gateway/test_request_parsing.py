@@ -131,7 +131,6 @@ def test_refuses_naming_the_field(
         (CompletionRequest, COMPLETION | {"logprobs": 21}, "logprobs", None),
         (CompletionRequest, COMPLETION | {"echo": 1}, "echo", None),
         (CompletionRequest, COMPLETION | {"best_of": 0}, "best_of", None),
-        (CompletionRequest, COMPLETION | {"suffix": "x"}, "suffix", "suffix is not supported"),
         (
             CompletionRequest,
             COMPLETION | {"logit_bias": {"5": 1000}},

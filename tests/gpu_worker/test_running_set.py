@@ -532,7 +532,7 @@ def test_where_nothing_is_to_be_drawn_the_prompt_is_all() -> None:
 def test_a_prompt_of_one_token_has_nothing_to_score() -> None:
     running = make_running()
     admit(running, b"p", block_ids=range(1), max_tokens=0, **ASKING)
-    assert ended(running) == [("r.0", 1, "length")] and running.prepare(64) == []
+    assert ended(running) == [("r.0", 1, "length")] and not running.prepare(64).chunks
 
 
 def test_an_error_before_all_of_a_prompt_is_known_names_no_length() -> None:
