@@ -25,6 +25,7 @@ PART = 256  # keys
 WHOLE = 1 << 30  # keys of a part where there is but one
 MOST_DRAFTS = 64  # rows of a tree: bits of a word
 _FEW_ROWS, _MORE_ROWS, _MANY_ROWS = 16, 32, 64
+UNEVEN = 2  # the most keys of a tile, over their mean
 _LONG_ROWS = 256  # of a sequence and KV head: then one program has enough to do for all keys
 
 
@@ -40,6 +41,7 @@ class AttentionBatch:
     longest: int  # keys of a sequence, at most
     part: int  # PART, or WHOLE: faster for long chunks, and rows then depend on how a prompt is cut
     tile_rows: int
+    uneven: bool  # a few sequences have most of the keys: parts of one are to be shared between programs
     block_tables: torch.Tensor  # int32 [S, blocks]
     seq_lens: torch.Tensor  # int32 [S]: keys, those of the rows included
     row_starts: torch.Tensor  # int32 [S + 1]: rows of q
@@ -61,7 +63,7 @@ class AttentionOptions:
 def attention_batch(
     num_rows: Sequence[int],
     seq_lens: Sequence[int],
-    block_ids: Sequence[Sequence[int]],
+    block_ids: Sequence[Sequence[int]] | torch.Tensor,
     group: int,
     *,
     first_row: int = 0,
@@ -69,7 +71,8 @@ def attention_batch(
     fast: bool = False,
     device: torch.device | str = "cpu",
 ) -> AttentionBatch:
-    """group: query heads that share a KV head. tree: for each row its position and the bits of what it sees.
+    """block_ids: of each sequence, or int32 [S, blocks] on the host. group: query heads that share a KV head. tree: for
+    each row its position and the bits of what it sees.
 
     fast: tiles are as large as the rows make worth while, and long chunks are not cut into parts; not for float32, of
     which registers hold no such tiles. Where rows shall not depend on what is computed beside them, all tiles are
@@ -86,16 +89,16 @@ def attention_batch(
     part = WHOLE if fast and tree is None and max(num_rows) * group >= _LONG_ROWS else PART
     tokens = tile_rows // group
     tiles = [(i, start) for i, n in enumerate(num_rows) for start in range(0, n, tokens)]
+    uneven = max(seq_lens) * len(tiles) >= UNEVEN * sum(seq_lens[i] for i, _ in tiles)
     chain = [p for n, length in zip(num_rows, seq_lens, strict=True) for p in range(length - n, length)]
     ends = [length for n, length in zip(num_rows, seq_lens, strict=True) for _ in range(n)]
-    width = max(len(ids) for ids in block_ids)
 
     def int32(values: object) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.int32).to(device)
 
     return AttentionBatch(
-        first_row, sum(num_rows), max(seq_lens), part, tile_rows,
-        int32([[*ids, *[0] * (width - len(ids))] for ids in block_ids]), int32(list(seq_lens)), int32(starts),
+        first_row, sum(num_rows), max(seq_lens), part, tile_rows, uneven,
+        _table(block_ids).to(device), int32(list(seq_lens)), int32(starts),
         int32([seq for seq, _ in tiles]), int32([start for _, start in tiles]),
         int32(chain if tree is None else [position for position, _ in tree]),
         int32([p + 1 for p in chain] if tree is None else ends),
@@ -108,6 +111,13 @@ def _tile_rows(most_rows: int, group: int, fast: bool) -> int:
     if not fast or _FEW_ROWS < most_rows * group < _LONG_ROWS:
         return least
     return _FEW_ROWS if most_rows * group <= _FEW_ROWS else max(least, _MANY_ROWS)
+
+
+def _table(block_ids: Sequence[Sequence[int]] | torch.Tensor) -> torch.Tensor:
+    if isinstance(block_ids, torch.Tensor):
+        return block_ids
+    width = max(len(ids) for ids in block_ids)
+    return torch.tensor([[*ids, *[0] * (width - len(ids))] for ids in block_ids], dtype=torch.int32)
 
 
 def _signed(bits: int) -> int:

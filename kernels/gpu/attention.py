@@ -23,7 +23,8 @@ from kernels.kv_cache import KvCache
 
 LOG2E = math.log2(math.e)
 FORMATS = {torch.int8: 1, torch.float8_e4m3fn: 2}
-# Below so many programs a launch is spread over parts of the keys. The result is the same either way.
+# Below so many programs a launch is spread over parts of the keys, as is one in which a few would have most to do. The
+# result is the same either way.
 FEW_PROGRAMS = 256
 MOST_PART_BYTES = 128 << 20  # of memory for what parts give; where they need more there is one
 
@@ -160,7 +161,8 @@ def attention_triton(
     num_tiles, num_parts = batch.tile_seqs.shape[0], -(-batch.longest // batch.part)
     totals = stats = None
     part_bytes = 4 * batch.num_rows * num_heads * num_parts * dim
-    if num_parts > 1 and num_tiles * num_kv_heads < FEW_PROGRAMS and part_bytes <= MOST_PART_BYTES:
+    spread = batch.uneven or num_tiles * num_kv_heads < FEW_PROGRAMS
+    if num_parts > 1 and spread and part_bytes <= MOST_PART_BYTES:
         totals = torch.empty(batch.num_rows, num_heads, num_parts, dim, dtype=torch.float32, device=q.device)
         stats = torch.empty(batch.num_rows, num_heads, num_parts, 2, dtype=torch.float32, device=q.device)
     window, cap = options.window or 0, options.softcap or 0.0

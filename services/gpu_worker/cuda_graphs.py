@@ -72,7 +72,8 @@ def bucket_of(inputs: DeviceInputs, max_num_seqs: int, max_model_len: int) -> Bu
 
 
 def fill_up(inputs: DeviceInputs, bucket: Bucket, block_size: int) -> DeviceInputs:
-    """With rows that read no key and store nowhere, and room in the block tables, on the host."""
+    """With rows that read no key and store nowhere, and room in the block tables, on the host. Any of the sequences may
+    be far longer than the others."""
     missing = bucket.num_seqs - inputs.token_ids.shape[0]
     (batch,) = inputs.batches
     width = -(-bucket.longest // block_size)
@@ -82,7 +83,7 @@ def fill_up(inputs: DeviceInputs, bucket: Bucket, block_size: int) -> DeviceInpu
 
     seqs = torch.arange(bucket.num_seqs + 1, dtype=torch.int32)
     whole = dataclasses.replace(
-        batch, num_rows=bucket.num_seqs, longest=bucket.longest,
+        batch, num_rows=bucket.num_seqs, longest=bucket.longest, uneven=bucket.longest > SHORTEST,
         block_tables=F.pad(batch.block_tables, (0, width - batch.block_tables.shape[1], 0, missing)),
         seq_lens=filled(batch.seq_lens, 1), row_starts=seqs, tile_seqs=seqs[:-1].clone(),
         tile_tokens=torch.zeros_like(seqs[:-1]), positions=filled(batch.positions, 0), ends=filled(batch.ends, 0),

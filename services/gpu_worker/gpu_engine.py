@@ -19,6 +19,7 @@ import torch
 from kernels.kv_cache import KvCache, empty_kv_cache
 from services.gpu_worker.attention_plan import Geometry
 from services.gpu_worker.batch import Chunk, Drawn, EngineInfo, Sequence
+from services.gpu_worker.block_tables import BlockTables
 from services.gpu_worker.composer import MAX_SCORES
 from services.gpu_worker.cuda_graphs import DecodeGraphs, Recorder
 from services.gpu_worker.device import computed_types
@@ -112,6 +113,7 @@ class GpuEngine:
         self._device = device
         self._graphs = graphs
         self._fast = fast
+        self._tables = BlockTables()
         self._before: GpuStep | None = None
 
     @classmethod
@@ -196,7 +198,7 @@ class GpuEngine:
 
     def _begin(self, chunks: Seq[Chunk], before: GpuStep | None) -> GpuStep:
         inputs, sample_chunks = build_inputs(
-            chunks, self._geometry, before.samples if before else None, fast=self._fast
+            chunks, self._geometry, before.samples if before else None, fast=self._fast, tables=self._tables
         )
         draws = draws_of(chunks, sample_chunks)
         with torch.inference_mode(), memory_errors():

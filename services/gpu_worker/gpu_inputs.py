@@ -18,7 +18,8 @@ import torch
 from kernels.attention import AttentionBatch, attention_batch
 from services.gpu_worker.attention_plan import Geometry
 from services.gpu_worker.batch import Chunk
-from services.gpu_worker.step_inputs import check_chunk, input_ids
+from services.gpu_worker.block_tables import BlockTables
+from services.gpu_worker.step_inputs import check_tokens, input_ids
 
 ALIGNMENT = 16  # bytes: what kernels take for granted of a pointer
 
@@ -54,17 +55,19 @@ def _tensors(batch: AttentionBatch) -> dict[str, torch.Tensor]:
 
 
 def build_inputs(
-    chunks: Seq[Chunk], geometry: Geometry, drawn_before: Mapping[int, int] | None = None, *, fast: bool = False
-) -> tuple[DeviceInputs, tuple[int, ...]]:
+    chunks: Seq[Chunk], geometry: Geometry, drawn_before: Mapping[int, int] | None = None, *, fast: bool = False,
+    tables: BlockTables | None = None,
+) -> tuple[DeviceInputs, tuple[int, ...]]:  # fmt: skip
     """On the host, and the number of the chunk of each sample row. SequenceError for a chunk that lies outside the
     vocabulary, the context, its tokens or its blocks.
 
     drawn_before: of a step in flight, id() of each sequence that it draws for, and the number of its sample row.
-    fast: see `attention_batch`.
+    fast: see `attention_batch`. tables: of the steps before.
     """
     before = drawn_before or {}
+    tables = BlockTables() if tables is None else tables
     for chunk in chunks:
-        check_chunk(chunk, geometry, num_drawing=id(chunk.seq) in before)
+        check_tokens(chunk, geometry, num_drawing=id(chunk.seq) in before)
     order = sorted(range(len(chunks)), key=lambda i: chunks[i].num_rows > 1)  # stable
     token_ids: list[int] = []
     samples: list[tuple[int, int]] = []  # row, number of its chunk
@@ -75,34 +78,36 @@ def build_inputs(
             token_ids.append(-1 - before[id(chunk.seq)])
         samples += [(first_row + row, i) for row in chunk.logit_rows]
     ordered = [chunks[i] for i in order]
-    positions = np.concatenate([np.arange(c.start, c.start + c.num_rows) for c in ordered])
+    batches = tuple(_batches(ordered, geometry, tables, fast))
+    tables.keep([c.seq for c in chunks])
+    positions = np.array([p for c in ordered for p in range(c.start, c.start + c.num_rows)], dtype=np.int32)
     inputs = DeviceInputs(
         torch.tensor(token_ids, dtype=torch.int64),
-        torch.from_numpy(positions.astype(np.int32)),
-        torch.from_numpy(np.concatenate([_slots(c, geometry.block_size) for c in ordered])),
+        torch.from_numpy(positions),
+        torch.tensor([s for c in ordered for s in _slots(c, geometry.block_size)], dtype=torch.int64),
         torch.tensor([row for row, _ in samples], dtype=torch.int64),
-        tuple(_batches(ordered, geometry, fast)),
+        batches,
     )
     return inputs, tuple(i for _, i in samples)
 
 
-def _slots(chunk: Chunk, block_size: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-    end = chunk.start + chunk.num_rows
-    first = chunk.start // block_size
-    blocks = np.array(chunk.seq.block_ids[first : -(-end // block_size)], dtype=np.int64)
-    positions = np.arange(chunk.start, end)
-    return np.asarray(blocks[positions // block_size - first] * block_size + positions % block_size)
+def _slots(chunk: Chunk, block_size: int) -> list[int]:
+    blocks = chunk.seq.block_ids
+    return [
+        blocks[p // block_size] * block_size + p % block_size for p in range(chunk.start, chunk.start + chunk.num_rows)
+    ]
 
 
-def _batches(chunks: Seq[Chunk], geometry: Geometry, fast: bool) -> Iterable[AttentionBatch]:
+def _batches(chunks: Seq[Chunk], geometry: Geometry, tables: BlockTables, fast: bool) -> Iterable[AttentionBatch]:
     first_row = 0
     for part in ([c for c in chunks if c.num_rows == 1], [c for c in chunks if c.num_rows > 1]):
         if not part:
             continue
         rows, lengths = [c.num_rows for c in part], [c.start + c.num_rows for c in part]
-        blocks = [c.seq.block_ids[: -(-n // geometry.block_size)] for c, n in zip(part, lengths, strict=True)]
+        nums = [-(-n // geometry.block_size) for n in lengths]
+        table = torch.from_numpy(tables.table([c.seq for c in part], nums, geometry.num_blocks))
         group = geometry.num_heads // geometry.num_kv_heads
-        yield attention_batch(rows, lengths, blocks, group, first_row=first_row, fast=fast)
+        yield attention_batch(rows, lengths, table, group, first_row=first_row, fast=fast)
         first_row += sum(rows)
 
 

@@ -83,7 +83,13 @@ def input_ids(chunk: Chunk) -> list[int]:
 
 
 def check_chunk(chunk: Chunk, geometry: Geometry, num_drawing: int = 0) -> None:
-    """num_drawing: of its tokens, how many the step before is about to draw."""
+    """SequenceError. num_drawing: of its tokens, how many the step before is about to draw."""
+    end = check_tokens(chunk, geometry, num_drawing)
+    check_blocks(chunk.seq.sid, chunk.seq.block_ids[: -(-end // geometry.block_size)], geometry.num_blocks)
+
+
+def check_tokens(chunk: Chunk, geometry: Geometry, num_drawing: int = 0) -> int:
+    """The end of its rows; SequenceError for all but which blocks they are stored in."""
     seq, end = chunk.seq, chunk.start + chunk.count
     if chunk.count < 1 or chunk.start < 0 or end > len(seq.token_ids) + num_drawing:
         raise SequenceError(seq.sid, f"tokens {chunk.start} to {end} of {len(seq.token_ids)}")
@@ -92,14 +98,17 @@ def check_chunk(chunk: Chunk, geometry: Geometry, num_drawing: int = 0) -> None:
     end += len(chunk.draft_ids)
     if end > geometry.max_model_len:
         raise SequenceError(seq.sid, f"{end} tokens are more than the context of {geometry.max_model_len}")
-    block_ids = seq.block_ids[: -(-end // geometry.block_size)]
-    if end > len(block_ids) * geometry.block_size:
-        raise SequenceError(seq.sid, f"{end} tokens do not fit in {len(block_ids)} blocks")
-    if min(block_ids) < 0 or max(block_ids) >= geometry.num_blocks:
-        raise SequenceError(seq.sid, f"a block id is outside the pool of {geometry.num_blocks}")
+    if end > len(seq.block_ids) * geometry.block_size:
+        raise SequenceError(seq.sid, f"{end} tokens do not fit in {len(seq.block_ids)} blocks")
     ids = input_ids(chunk)
     if ids and (min(ids) < 0 or max(ids) >= geometry.vocab_size):
         raise SequenceError(seq.sid, f"a token id is outside the vocabulary of {geometry.vocab_size}")
+    return end
+
+
+def check_blocks(sid: str, block_ids: Seq[int], num_blocks: int) -> None:
+    if block_ids and (min(block_ids) < 0 or max(block_ids) >= num_blocks):
+        raise SequenceError(sid, f"a block id is outside the pool of {num_blocks}")
 
 
 def _slots(span: QuerySpan, positions: Index, geometry: Geometry) -> Index:

@@ -127,6 +127,23 @@ def test_windows_caps_and_sinks_in_parts_and_whole(options: AttentionOptions, mo
     assert same_bits(attention(q, cache, batch, options), in_parts)
 
 
+def test_a_long_sequence_among_short_ones_is_shared_between_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    import kernels.gpu.attention as op  # as above
+
+    merges: list[int] = []
+    merge = op.merge_parts
+    monkeypatch.setattr(op, "FEW_PROGRAMS", 0)
+    monkeypatch.setattr(op, "merge_parts", lambda *a: merges.append(a[0].shape[2]) or merge(*a))
+    cache, block_ids = filled_cache([200, 20, 20, 20], 1, 64, torch.float32)
+    q, options = randn(4, 2, 64), AttentionOptions(0.125)
+    batch = attention_batch([1] * 4, [200, 20, 20, 20], block_ids, 2)
+    assert batch.uneven and not attention_batch([1] * 4, [60, 50, 40, 60], block_ids, 2).uneven
+    shared = attention(q, cache, batch, options)
+    assert merges == [-(-200 // batch.part)] and merges[0] > 1
+    assert same_bits(attention(q, cache, dataclasses.replace(batch, uneven=False), options), shared)
+    assert len(merges) == 1
+
+
 def test_parts_that_need_too_much_memory_are_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     import kernels.gpu.attention as op  # as above
 
