@@ -29,6 +29,7 @@ HEADER = '%llguidance {"no_forcing": true}\n'  # a forced text may be cut into t
 _SCHEMAS_BY_NAME = ("properties", "patternProperties", "$defs", "definitions")
 _LISTS_OF_SCHEMAS = ("anyOf", "oneOf", "allOf", "prefixItems")
 _SCHEMAS = ("items", "additionalProperties")
+_COUNTS = ("minItems", "maxItems", "minProperties", "maxProperties", "minLength", "maxLength")
 _ASSERTIONS = frozenset((
     "type", "enum", "const", "required", "minItems", "maxItems", "minProperties", "maxProperties", "minLength",
     "maxLength", "pattern", "format", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf",
@@ -149,7 +150,7 @@ def json_rule(schema: Schema, param: str, *, compact: bool = False) -> str:
 
 
 def _narrowed(schema: Any) -> Any:
-    """With formats as validators have them."""
+    """With formats as validators have them, and counts as integers: JSON has one kind of number."""
     if not isinstance(schema, dict):
         return schema
     made = dict(schema)
@@ -160,6 +161,8 @@ def _narrowed(schema: Any) -> Any:
             made[keyword] = [_narrowed(sub) for sub in value]
         elif keyword in _SCHEMAS:
             made[keyword] = _narrowed(value)
+        elif keyword in _COUNTS and isinstance(value, float) and value.is_integer():
+            made[keyword] = int(value)
     if pattern := _NARROWER.get(schema.get("format", "")):
         made["allOf"] = [*made.get("allOf", ()), {"pattern": pattern}]
     return made

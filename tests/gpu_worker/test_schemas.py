@@ -150,6 +150,7 @@ def test_what_a_schema_forbids_cannot_be_written() -> None:
     """A few of each keyword's; the suite has many."""
     for schema, value in (
         ({"type": "integer", "maximum": 9}, 10), ({"type": "string", "maxLength": 2}, "abc"), ({"enum": [1]}, "1"),
+        ({"type": "string", "maxLength": 2.0}, "abc"),
         ({"type": "array", "items": {"type": "integer"}}, ["x"]), ({"type": "object", "required": ["a"]}, {}),
         ({"type": "string", "format": "date"}, "2024-13-01"), ({"multipleOf": 5, "type": "integer"}, 7),
         ({"type": "object", "additionalProperties": False}, {"a": 1}), ({"type": "array", "minItems": 1}, []),
