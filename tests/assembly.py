@@ -7,14 +7,18 @@ from typing import Any
 
 Json = dict[str, Any]
 
+HEAD = ("id", "object", "created", "model", "system_fingerprint")
+
 
 def assemble(chunks: Sequence[Json]) -> Json:
     """An answer in the shape of a whole one. Every chunk must be of one answer, and every choice must end once."""
-    head = {key: value for key, value in chunks[0].items() if key not in ("choices", "usage")}
+    head = {key: chunks[0][key] for key in HEAD}
+    more: Json = {}  # what is told of the prompt
     choices: dict[int, Json] = {}
     usage = None
     for chunk in chunks:
-        assert {key: value for key, value in chunk.items() if key in head} == head
+        assert {key: chunk[key] for key in HEAD} == head
+        more |= {key: value for key, value in chunk.items() if key not in (*HEAD, "choices", "usage")}
         usage = chunk.get("usage") or usage
         for part in chunk["choices"]:
             _add(choices.setdefault(part["index"], {}), part)
@@ -23,7 +27,7 @@ def assemble(chunks: Sequence[Json]) -> Json:
         for call in choice.get("message", {}).get("tool_calls", ()):
             del call["index"]
     names = {"chat.completion.chunk": "chat.completion"}
-    whole = head | {"object": names.get(head["object"], head["object"])}
+    whole = head | more | {"object": names.get(head["object"], head["object"])}
     return whole | {"choices": [choices[i] for i in sorted(choices)], "usage": usage}
 
 

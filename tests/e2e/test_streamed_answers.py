@@ -73,6 +73,8 @@ common = some(
     allowed_token_ids=one_of(list(range(32, 127))),
     bad_words=one_of(["th", "7"]),
     speculative=one_of({"num_speculative_tokens": 2}),
+    return_token_ids=st.booleans(),
+    return_tokens_as_token_ids=st.booleans(),
 )
 lengths = one_of(1, 2, 7, 40, 90).map(lambda length: {"max_tokens": length})
 drawn = one_of({"temperature": 0}, {"temperature": 1, "seed": 7}, {"temperature": 0.7, "seed": -3, "top_p": 0.9})
