@@ -37,7 +37,8 @@ BLOCK_SIZES = (1, 2, 4, 8, 16, 32, 48, 64, 128, 256)
 
 class NativeStep:
     def __init__(self, decoder: NativeDecoder, chunks: Seq[Chunk], inputs: NativeInputs, run: NativeRun) -> None:
-        self.may_be_followed = not (inputs.host_samples or any(c.draft_ids for c in chunks))
+        # alone, a sequence gains less than two wake-ups a step cost
+        self.may_be_followed = len(chunks) > 1 and not (inputs.host_samples or any(c.draft_ids for c in chunks))
         self.samples = {id(chunks[i].seq): n for n, i in enumerate(inputs.sample_chunks) if chunks[i].sample}
         self._decoder = decoder
         self._chunks = chunks  # also keeps the sequences, and so their ids
