@@ -138,7 +138,7 @@ class EngineLoop:
         self.hang_s, self._watch = START_HANG_S, _Watch(chunks, asked + START_HANG_S)
         step, begun_at = self._start(chunks), self._clock()
         num_prefill = sum(c.count for c in chunks if c.count > 1 or not c.sample)
-        self._in_flight.append(Begun(chunks, step, num_prefill, begun_at))
+        self._in_flight.append(Begun(chunks, step, num_prefill, begun_at, self._is_busy))
         if before is None:
             self._watch_oldest()
         else:
@@ -200,7 +200,7 @@ class EngineLoop:
         there was always something to do."""
         begun, now = self._in_flight.popleft(), self._clock()
         seconds = now - max(begun.at, self._ended_at)
-        interval = now - self._ended_at if self._is_busy else seconds
+        interval = now - self._ended_at if begun.follows else seconds
         self._ended_at = now
         self._watch = None
         self.num_steps += 1

@@ -48,12 +48,13 @@ def results_of(step: Step, chunks: Seq[Chunk]) -> list[Drawn]:
 
 @dataclass(frozen=True, slots=True)
 class Begun:
-    """A step that has begun at some time, with so many tokens of prefill."""
+    """A step that has begun at some time, with so many tokens of prefill. follows: there was no pause before."""
 
     chunks: Seq[Chunk]
     step: Step
     num_prefill: int
     at: float
+    follows: bool
 
 
 class WholeStep:

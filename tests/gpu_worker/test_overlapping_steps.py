@@ -17,6 +17,7 @@ from shared.protocol import Outcome
 from shared.wire import decode_as
 from shared.worker_protocol import Cancel, Extend, Preempt
 from tests.gpu_worker.builders import ended, make_admission, make_admit, make_engine, make_running
+from tests.gpu_worker.guesser import Guesser
 from tests.gpu_worker.overlapping_engine import OverlappingScripted, OverlappingStep
 from tests.helpers import wait_until_sync
 
@@ -339,3 +340,21 @@ def test_a_step_that_never_begins_is_a_hang(monkeypatch: pytest.MonkeyPatch) -> 
     submit(loop, 0)
     loop.step_once()
     assert seen == [(("r0.0", 1),)]
+
+
+def test_a_pause_is_no_part_of_the_step_behind_it() -> None:
+    """Nor is all that was before the first one."""
+    clock = [100.0]
+
+    def sleep(seconds: float) -> None:
+        clock[0] += seconds
+
+    drafter = Guesser(num_drafts=0)
+    running = make_running(64, drafter=drafter)
+    engine = OverlappingScripted(make_engine(running, step_s=1.0, sleep=sleep))
+    loop = EngineLoop(engine, running, clock=lambda: clock[0])
+    for number in range(2):
+        submit(loop, number, max_tokens=4)
+        run_dry(loop)
+        clock[0] += 3600.0
+    assert drafter.seconds == [1.0] * 8
