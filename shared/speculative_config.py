@@ -8,20 +8,26 @@ from typing import Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 OFF = "none"
-NOT_YET = ("draft_model", "medusa", "eagle", "eagle3", "auto")
+NOT_YET = ("medusa", "eagle", "eagle3", "auto")
 MAX_SPECULATIVE_TOKENS = 64
+OF_METHOD = {
+    "prompt_lookup_min": "ngram", "prompt_lookup_max": "ngram", "model": "draft_model", "quantization": "draft_model",
+}  # fmt: skip
 
 
 class SpeculativeConfig(BaseModel):
     """num_speculative_tokens: most drafts of a sequence in a step. prompt_lookup_min, prompt_lookup_max: of `ngram`,
-    how many tokens must stand before. fleet: drafts come from other answers of the same tenant too."""
+    how many tokens must stand before. fleet: drafts come from other answers of the same tenant too. model,
+    quantization: of `draft_model`, as those of the served one."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
-    method: Literal["ngram", "suffix"]
+    method: Literal["ngram", "suffix", "draft_model"]
     num_speculative_tokens: int = Field(default=16, ge=1, le=MAX_SPECULATIVE_TOKENS)
     prompt_lookup_min: int = Field(default=2, ge=1, le=16)
     prompt_lookup_max: int = Field(default=5, ge=1, le=16)
     fleet: bool = True
+    model: str = Field(default="", max_length=4096)
+    quantization: Literal["none", "int8", "int4"] = "none"
 
     @model_validator(mode="after")
     def _ordered(self) -> Self:
@@ -33,11 +39,15 @@ class SpeculativeConfig(BaseModel):
     @classmethod
     def _known(cls, fields: Any) -> Any:
         if fields.get("method") in NOT_YET:
-            raise ValueError(f"method: {fields['method']} is not supported yet, only ngram and suffix")
-        if fields.get("method") != "ngram":
-            for name in ("prompt_lookup_min", "prompt_lookup_max"):
-                if name in fields:
-                    raise ValueError(f"{name}: only the method ngram has it")
+            raise ValueError(f"method: {fields['method']} is not supported yet, only ngram, suffix and draft_model")
+        for name, method in OF_METHOD.items():
+            if name in fields and fields.get("method") != method:
+                raise ValueError(f"{name}: only the method {method} has it")
+        if fields.get("method") == "draft_model":
+            if "fleet" in fields:
+                raise ValueError("fleet: the method draft_model does not have it")
+            if not fields.get("model"):
+                raise ValueError("model: is missing")
         return fields
 
 

@@ -24,16 +24,15 @@ from services.gpu_worker import scripted_engine
 from services.gpu_worker.admission import Validate
 from services.gpu_worker.batch import Engine
 from services.gpu_worker.composer import Budget
+from services.gpu_worker.drafters import AnySpeculator, make_drafter
 from services.gpu_worker.failures import EngineBroken, OutOfMemory, WorkerFailure
 from services.gpu_worker.fleet_link import FleetLink
 from services.gpu_worker.grammar import Grammars
 from services.gpu_worker.loops import WorkerLoops
 from services.gpu_worker.model.config import ConfigError
-from services.gpu_worker.probe import measure, measure_rows
+from services.gpu_worker.probe import measure
 from services.gpu_worker.scripted_engine import ScriptedEngine
 from services.gpu_worker.service import WorkerService
-from services.gpu_worker.speculative.fleet import Fleet
-from services.gpu_worker.speculative.speculator import Speculator
 from services.gpu_worker.step_cost import StepCost
 from shared import bootstrap, bus, model_source, speculative_config
 from shared.cores import leaves_one_free, num_cores
@@ -57,7 +56,7 @@ FLUSH_INTERVAL_S = 0.010
 SHARED_CORES_FLUSH_INTERVAL_S = 0.025  # where compute threads use all cores, and every flush takes from them
 SCRIPTED_MAX_MODEL_LEN = 4096
 
-Loaded = tuple[Engine, Validate, StepCost, Speculator | None]
+Loaded = tuple[Engine, Validate, StepCost, AnySpeculator | None]
 
 
 class ModelFailure(Exception):
@@ -132,8 +131,8 @@ def _load(common: CommonSettings, own: WorkerSettings, device: DeviceSettings, s
     """An engine that has computed something. SettingsError, ModelFailure or WorkerFailure, in a sentence, if not."""
     started = time.monotonic()
     try:
-        engine, validate = _scripted(own, scripted) if own.engine == "scripted" else _model(common, own, device)
-        cost, speculator = _measure(engine, own)
+        engine, validate, draft = _scripted(own, scripted) if own.engine == "scripted" else _model(common, own, device)
+        cost, speculator = _measure(engine, draft, own)
     except SettingsError:
         raise
     except (ConfigError, ModelSourceError) as e:
@@ -150,38 +149,44 @@ def _load(common: CommonSettings, own: WorkerSettings, device: DeviceSettings, s
     return engine, validate, cost, speculator
 
 
-def _measure(engine: Engine, own: WorkerSettings) -> tuple[StepCost, Speculator | None]:
+def _measure(engine: Engine, draft: Engine | None, own: WorkerSettings) -> tuple[StepCost, AnySpeculator | None]:
     config = speculative_config.parse(own.speculative_config)
     try:
-        cost, max_step_s = measure(engine), own.max_step_ms / 1000
-        if config is None:
-            return cost, None
-        fleet = Fleet(engine.info.vocab_size) if config.fleet else None
-        return cost, Speculator(config, measure_rows(engine), max_step_s=max_step_s, fleet=fleet)
+        return measure(engine), make_drafter(config, engine, draft, own.max_step_ms / 1000)
     except MemoryError:
         raise
     except Exception as e:
         raise EngineBroken("the engine cannot compute anything with this model") from e
 
 
-def _scripted(own: WorkerSettings, scripted: ScriptedSettings) -> tuple[Engine, Validate]:
+def _scripted(own: WorkerSettings, scripted: ScriptedSettings) -> tuple[Engine, Validate, Engine | None]:
     engine = ScriptedEngine(
         num_blocks=scripted.scripted_num_blocks, block_size=own.block_size,
         max_model_len=own.max_model_len or SCRIPTED_MAX_MODEL_LEN, step_s=scripted.scripted_step_ms / 1000,
         token_s=scripted.scripted_token_ms / 1000, crash_on=scripted.scripted_crash_on.encode(),
         hang_on=scripted.scripted_hang_on.encode(), raise_on=scripted.scripted_raise_on.encode(),
     )  # fmt: skip
-    return engine, scripted_engine.validate
+    config, info, draft = speculative_config.parse(own.speculative_config), engine.info, None
+    if config is not None and config.model:  # whose guesses are right; prompts that ask for the worst are not its own
+        draft = ScriptedEngine(
+            num_blocks=info.num_blocks, block_size=info.block_size, max_model_len=info.max_model_len,
+            crash=lambda status: None, hang=lambda: None,
+        )  # fmt: skip
+    return engine, scripted_engine.validate, draft
 
 
-def _model(common: CommonSettings, own: WorkerSettings, asked: DeviceSettings) -> tuple[Engine, Validate]:
+def _model(
+    common: CommonSettings, own: WorkerSettings, asked: DeviceSettings
+) -> tuple[Engine, Validate, Engine | None]:
     from services.gpu_worker.device import DeviceOptions, choose_device  # scripted needs no torch, which takes seconds
+    from services.gpu_worker.draft_loading import draft_of  # needs torch too
     from services.gpu_worker.engines import load_engine  # needs torch too
     from services.gpu_worker.gpu_engine import StepLimits  # as above
     from services.gpu_worker.sampler import validate  # as above
 
     device = choose_device(asked.device, own.engine)
     source = model_source.resolve(common.model, common.cache_dir)
+    draft = draft_of(own, own.engine, _num_threads(own), common.cache_dir, device is not None)
     with tqdm(desc=f"Loading {source.name}", unit_scale=True, disable=None) as bar:
 
         def show(num_done: int, num_total: int) -> None:
@@ -195,9 +200,9 @@ def _model(common: CommonSettings, own: WorkerSettings, asked: DeviceSettings) -
             model_impl=own.model_impl, quantization=own.quantization, device=device,
             limits=StepLimits(*own.most_in_a_step(device is not None), asked.gpu_memory_utilization),
             options=DeviceOptions(asked.dtype, asked.enforce_eager, asked.deterministic),
-            needs_device=asked.device == "cuda", progress=show,
+            needs_device=asked.device == "cuda", progress=show, draft_block_bytes=draft.block_bytes() if draft else 0,
         )  # fmt: skip
-    return engine, validate
+    return engine, validate, draft.load(source, engine.info) if draft else None
 
 
 def _vocabulary(common: CommonSettings) -> Vocabulary:

@@ -69,9 +69,12 @@ class TorchEngine:
         model_impl: str = "headrace",
         num_threads: int | None = None,
         progress: Progress | None = None,
+        num_blocks: int | None = None,
+        draft_block_bytes: int = 0,
     ) -> TorchEngine:
         """Seconds to minutes. ValueError (ConfigError, WeightsError, GGUFError) if the model cannot be served as asked.
 
+        num_blocks: of the pool, if not as many as kv_cache_bytes buys with draft_block_bytes more for each.
         num_threads sets torch's for the whole process. progress is told (elements read, elements in all).
         """
         if dtype not in ("auto", "float32"):
@@ -85,7 +88,7 @@ class TorchEngine:
         config = source.config
         length = context_length(config, max_model_len, windows=True)
         size, most_useful = block_bytes(config, block_size, kv_dtype), USEFUL_CONTEXTS * -(-length // block_size)
-        num_blocks = num_blocks_for(kv_cache_bytes, size, most_useful)
+        num_blocks = num_blocks or num_blocks_for(kv_cache_bytes, size + draft_block_bytes, most_useful)
         with torch.inference_mode(), memory_errors():
             decoder = decoder_of(length)
             pool = KVPool(
@@ -125,6 +128,12 @@ class TorchEngine:
         with torch.inference_mode(), memory_errors():
             inputs = build_step_inputs([replace(chunk, sample=False)], self._geometry)
             return self._decoder.hidden_rows(inputs, self._pool, layers)
+
+    def sample_logits(self, chunks: Seq[Chunk]) -> tuple[tuple[int, ...], torch.Tensor]:
+        """As `vocab_map.LogitsEngine`."""
+        with torch.inference_mode(), memory_errors():
+            inputs = build_step_inputs(chunks, self._geometry)
+            return inputs.sample_chunks, self._decoder.forward(inputs, self._pool)
 
     def logits(self, chunk: Chunk, first: int) -> torch.Tensor:
         """Of the chunk's rows from `first` on, float32 [rows, vocab_size]; its KV is written."""

@@ -46,6 +46,8 @@ def load_engine(
     kv_cache_dtype: str = "auto",
     quantization: str = "none",
     progress: Progress | None = None,
+    num_blocks: int | None = None,
+    draft_block_bytes: int = 0,
     say: Callable[[str], None] = log.info,
 ) -> AnyEngine:
     """kind: "native", "torch", or "auto": native unless that is impossible, here or for this model.
@@ -53,7 +55,7 @@ def load_engine(
     Libraries are kept in cache_dir/native. device: of the GPU engine, where that is to compute; needs_device: or none.
     limits: of its steps and memory. options: how it computes. model_impl: "headrace" for architectures that `families`
     describes, "transformers" for whatever can be computed with its code, "auto" for that where the architecture is not
-    described.
+    described. num_blocks, of the pool, and draft_block_bytes are for engines on a CPU.
 
     ConfigError if native ops are asked for and cannot be had; else as the engines' own `load`.
     """
@@ -62,6 +64,7 @@ def load_engine(
         "kv_cache_dtype": kv_cache_dtype, "quantization": quantization, "progress": progress,
     }  # fmt: skip
     options = options or DeviceOptions()
+    cpu_settings = settings | {"num_blocks": num_blocks, "draft_block_bytes": draft_block_bytes}
     ours_alone = kind == "native" or needs_device
     if model_impl != "transformers":
         try:
@@ -73,7 +76,7 @@ def load_engine(
                     torch.set_num_threads(1)  # what is left for a CPU is small, and others' cores
             if on_device is None:
                 options.check_on_cpu()
-            return on_device or _on_cpu(kind, model, cache_dir, num_threads, say, settings)
+            return on_device or _on_cpu(kind, model, cache_dir, num_threads, say, cpu_settings)
         except UnknownArchitectureError as e:
             if model_impl == "headrace" or ours_alone:
                 raise
@@ -81,7 +84,7 @@ def load_engine(
     elif ours_alone:
         raise ConfigError("model_impl: transformers computes with torch on a CPU")
     options.check_on_cpu()
-    return TorchEngine.load(model, num_threads=num_threads, model_impl="transformers", **settings)
+    return TorchEngine.load(model, num_threads=num_threads, model_impl="transformers", **cpu_settings)
 
 
 def _on_device(

@@ -6,6 +6,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from services.gpu_worker.engine_thread import EngineLoop
 from services.gpu_worker.speculative.fleet import Fleet
+from services.gpu_worker.speculative.model_speculator import ModelSpeculator
 from services.gpu_worker.speculative.speculator import Speculator
 from shared.metrics import ProcessMetrics
 
@@ -54,6 +55,11 @@ class WorkerMetrics:
             )
         }
         self._told = Counter("headrace_fleet_answers", "Answers for stores", ["state"], registry=self.registry)
+        self._time_saved = Gauge(
+            "headrace_spec_decode_time_saved_seconds",
+            "What steps without drafts would have taken longer for the same tokens, guessing included; below 0: a loss",
+            ["method"], registry=self.registry,
+        )  # fmt: skip
         self._seen: dict[str, float] = {}
 
     def _histogram(self, name: str, text: str) -> Histogram:
@@ -65,7 +71,7 @@ class WorkerMetrics:
             running = loop.running
             counts = dict(running.counts)
             speculator = running.drafting.drafter
-            if isinstance(speculator, Speculator):
+            if isinstance(speculator, Speculator | ModelSpeculator):
                 self._observe_drafts(speculator)
                 if speculator.fleet is not None:
                     self._observe_fleet(speculator.fleet)
@@ -92,8 +98,9 @@ class WorkerMetrics:
         for event, count in counts.items():
             self._events.labels(event).inc(self._new(f"event {event}", count))
 
-    def _observe_drafts(self, speculator: Speculator) -> None:
+    def _observe_drafts(self, speculator: Speculator | ModelSpeculator) -> None:
         for method, counts in speculator.counts.items():
+            self._time_saved.labels(method).set(counts.saved_s)
             for name, total in (
                 ("num_drafts", counts.num_drafts),
                 ("num_draft_tokens", counts.num_draft_tokens),

@@ -88,9 +88,12 @@ class NativeEngine:
         kv_cache_dtype: str = "auto",
         quantization: str = "none",
         progress: Progress | None = None,
+        num_blocks: int | None = None,
+        draft_block_bytes: int = 0,
     ) -> NativeEngine:
         """ValueError (ConfigError, WeightsError, GGUFError) if the model cannot be served as asked.
 
+        num_blocks: of the pool, if not as many as kv_cache_bytes buys with draft_block_bytes more for each.
         Leaves torch with one thread in the whole process: its threads would fight the pool's for cores.
         """
         if kv_cache_dtype not in KV_DTYPES:
@@ -101,7 +104,8 @@ class NativeEngine:
         config = source.config
         length = context_length(config, max_model_len)
         most_useful = USEFUL_CONTEXTS * -(-length // block_size)
-        num_blocks = num_blocks_for(kv_cache_bytes, block_bytes(config, block_size, kv_cache_dtype), most_useful)
+        size = block_bytes(config, block_size, kv_cache_dtype) + draft_block_bytes
+        num_blocks = num_blocks or num_blocks_for(kv_cache_bytes, size, most_useful)
         torch.set_num_threads(num_threads)
         with torch.inference_mode(), memory_errors():
             decoder = NativeDecoder(
@@ -151,6 +155,12 @@ class NativeEngine:
         run.wait()
         assert run.taps is not None
         return run.taps
+
+    def sample_logits(self, chunks: Seq[Chunk]) -> tuple[list[int], torch.Tensor]:
+        """As `vocab_map.LogitsEngine`."""
+        inputs = build_native_inputs(chunks, self._geometry)
+        with memory_errors():
+            return inputs.sample_chunks, self.decoder.forward(inputs)[0]
 
     def logits(self, chunk: Chunk, first: int) -> torch.Tensor:
         """Of the chunk's rows from `first` on, float32 [rows, vocab_size], until the next call; its KV is written."""

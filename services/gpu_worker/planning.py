@@ -80,19 +80,29 @@ def cpu_engine(config: ModelConfig, asked: str, limits: Limits) -> str:
     return "native"
 
 
-def plan_cpu(outline: Outline, limits: Limits, engine: str = "auto") -> Plan:
-    """ValueError (ConfigError) for settings that the worker would refuse."""
+def cpu_block_bytes(config: ModelConfig, asked: str, limits: Limits) -> int:
+    """Of the engine that `cpu_engine` says."""
+    if cpu_engine(config, asked, limits) == "native":
+        return native_decoder.block_bytes(config, limits.block_size, limits.kv_cache_dtype)
+    return block_bytes(config, limits.block_size, cache_dtype(limits.kv_cache_dtype))
+
+
+def plan_cpu(outline: Outline, limits: Limits, engine: str = "auto", draft: Outline | None = None) -> Plan:
+    """draft: of a model that guesses, which has as many blocks. ValueError (ConfigError) for settings that the worker
+    would refuse."""
     config = outline.config
     kind = cpu_engine(config, engine, limits)
     length = context_length(config, limits.max_model_len, windows=kind == "torch")
-    if kind == "native":
-        size = native_decoder.block_bytes(config, limits.block_size, limits.kv_cache_dtype)
-    else:
-        size = block_bytes(config, limits.block_size, cache_dtype(limits.kv_cache_dtype))
+    weights, step, size = 0, 0, 0
+    for each in (outline, draft):
+        if each is not None:
+            size += cpu_block_bytes(each.config, engine, limits)
+            is_native = cpu_engine(each.config, engine, limits) == "native"
+            weights += _native_weights(each) if is_native else _torch_weights(each)
+            step += _step_bytes(each.config, limits, min(length, each.config.max_position_embeddings))
     most_useful = USEFUL_CONTEXTS * -(-length // limits.block_size)
     num_blocks = num_blocks_for(limits.kv_cache_bytes, size, most_useful)
-    weights = _native_weights(outline) if kind == "native" else _torch_weights(outline)
-    return _plan(kind, outline, length, weights, _step_bytes(config, limits, length), limits, size, num_blocks)
+    return _plan(kind, outline, length, weights, step, limits, size, num_blocks)
 
 
 def plan_card(outline: Outline, limits: Limits, memory_bytes: int) -> Plan:

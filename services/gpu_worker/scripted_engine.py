@@ -106,14 +106,18 @@ class ScriptedEngine:
             num_earlier = min(max(chunk.start - first, 0), size)
             if num_earlier:
                 self._check(seq, index, prefix, ids[:num_earlier])
-            if num_earlier < len(ids):
+            if num_earlier < len(ids) and not self._holds(block_id, prefix, ids):
                 self._pool[block_id] = _Written(prefix, ids)
             prefix = hash((prefix, *ids))
 
     def _check(self, seq: Sequence, index: int, prefix: int, ids: list[int]) -> None:
-        written = self._pool.get(seq.block_ids[index])
-        if written is None or written.prefix != prefix or written.ids[: len(ids)] != ids:
+        if not self._holds(seq.block_ids[index], prefix, ids):
             raise KVCorruption(f"block {seq.block_ids[index]} is not block {index} of {seq.sid}")
+
+    def _holds(self, block_id: int, prefix: int, ids: list[int]) -> bool:
+        """These, and perhaps more behind them, which writing the same again leaves as it is."""
+        written = self._pool.get(block_id)
+        return written is not None and written.prefix == prefix and written.ids[: len(ids)] == ids
 
     def _meet_memory(self, chunks: Seq[Chunk]) -> None:
         num_tokens = sum(c.num_rows for c in chunks)

@@ -56,6 +56,17 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
             yield from tensors_in(part)
 
 
+def test_a_draft_model_is_counted_as_its_engine_holds_it(tmp_path: Path) -> None:
+    save("llama", tmp_path / "a")
+    save("qwen3", tmp_path / "b")
+    target, draft = (outline(tmp_path / name) for name in "ab")
+    alone, other, both = plan_cpu(target, LIMITS), plan_cpu(draft, LIMITS), plan_cpu(target, LIMITS, draft=draft)
+    assert both.weight_bytes == alone.weight_bytes + other.weight_bytes
+    assert both.step_bytes == alone.step_bytes + other.step_bytes
+    assert both.block_bytes == alone.block_bytes + other.block_bytes
+    assert both.num_blocks == (2 << 20) // both.block_bytes < min(alone.num_blocks, other.num_blocks)
+
+
 def held_bytes(engine: AnyEngine | GpuEngine) -> tuple[int, int]:
     """Of weights and of the pool, each piece of memory once."""
     if isinstance(engine, NativeEngine):

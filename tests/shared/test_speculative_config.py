@@ -11,6 +11,8 @@ def test_methods_and_their_defaults() -> None:
     off = parse('{"method": "suffix", "fleet": false}')
     assert off is not None and not off.fleet
     got = parse('{"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 4}')
+    drafted = parse('{"method": "draft_model", "model": "hf:org/small", "quantization": "int8"}')
+    assert drafted is not None and (drafted.model, drafted.quantization) == ("hf:org/small", "int8")
     assert got is not None and (got.num_speculative_tokens, got.prompt_lookup_min, got.prompt_lookup_max) == (3, 1, 4)
 
 
@@ -21,10 +23,18 @@ def test_methods_and_their_defaults() -> None:
         ("[]", "must be none or a JSON object like"),
         ("", "must be none or a JSON object like"),
         ("{}", "method: is missing"),
-        ('{"method": "eagle"}', "method: eagle is not supported yet, only ngram and suffix"),
-        ('{"method": "magic"}', "method: should be 'ngram' or 'suffix'"),
-        ('{"method": 3}', "method: should be 'ngram' or 'suffix'"),
-        ('{"method": "suffix", "model": "x"}', "model: unknown key (known: method, num_speculative_tokens, "),
+        ('{"method": "eagle"}', "method: eagle is not supported yet, only ngram, suffix and draft_model"),
+        ('{"method": "draft_model"}', "model: is missing"),
+        ('{"method": "draft_model", "model": "x", "fleet": true}', "fleet: the method draft_model does not have it"),
+        ('{"method": "draft_model", "model": ""}', "model: is missing"),
+        ('{"method": "draft_model", "model": 3}', "model: should be a valid string"),
+        ('{"method": "draft_model", "model": "x", "quantization": "fp8"}', "quantization: should be 'none', 'int8'"),
+        ('{"method": "draft_model", "model": "x", "prompt_lookup_min": 2}', "prompt_lookup_min: only the method ngram"),
+        ('{"method": "suffix", "quantization": "int8"}', "quantization: only the method draft_model has it"),
+        ('{"method": "suffix", "modell": "x"}', "modell: unknown key (known: method, num_speculative_tokens, "),
+        ('{"method": "magic"}', "method: should be 'ngram', 'suffix' or 'draft_model'"),
+        ('{"method": 3}', "method: should be 'ngram', 'suffix' or 'draft_model'"),
+        ('{"method": "suffix", "model": "x"}', "model: only the method draft_model has it"),
         ('{"method": "suffix", "prompt_lookup_max": 3}', "prompt_lookup_max: only the method ngram has it"),
         ('{"method": "suffix", "num_speculative_tokens": 0}', "num_speculative_tokens: should be greater than"),
         ('{"method": "suffix", "num_speculative_tokens": 65}', "num_speculative_tokens: should be less than"),

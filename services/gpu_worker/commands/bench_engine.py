@@ -17,10 +17,10 @@ from typing import Any
 from services.gpu_worker.commands.bench_load import EngineBench, Result, requests
 from services.gpu_worker.composer import Budget
 from services.gpu_worker.device import DeviceOptions, choose_device
+from services.gpu_worker.draft_loading import draft_of
+from services.gpu_worker.drafters import make_drafter
 from services.gpu_worker.engines import load_engine
 from services.gpu_worker.gpu_engine import StepLimits
-from services.gpu_worker.probe import measure_rows
-from services.gpu_worker.speculative.speculator import Speculator
 from shared import model_source, settings, speculative_config
 from shared.cores import leaves_one_free, num_cores
 from shared.settings import CommonSettings, DeviceSettings, WorkerSettings
@@ -71,6 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     kind = args.engine or own.engine
     device = choose_device(asked.device, kind)
     source = model_source.resolve(args.model or common.model, common.cache_dir)
+    draft = draft_of(own, kind, threads, common.cache_dir, device is not None)
     engine = load_engine(
         kind, source.path, common.cache_dir,
         kv_cache_bytes=own.kv_cache_bytes or None, block_size=own.block_size,
@@ -78,7 +79,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         device=device, needs_device=asked.device == "cuda",
         limits=StepLimits(*own.most_in_a_step(device is not None), asked.gpu_memory_utilization),
         options=DeviceOptions(asked.dtype, asked.enforce_eager, asked.deterministic),
-        model_impl=own.model_impl,
+        model_impl=own.model_impl, draft_block_bytes=draft.block_bytes() if draft else 0,
     )  # fmt: skip
     lengths = [args.max_tokens]
     if args.min_tokens:
@@ -88,9 +89,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     num_tokens, num_seqs = own.most_in_a_step(engine.info.on_card)
     budget = Budget(num_tokens, max(args.concurrency, num_seqs), num_tokens)
     overlap = device is not None or leaves_one_free(threads) if args.overlap is None else args.overlap
-    config = speculative_config.parse(own.speculative_config)
     max_step_s = own.max_step_ms / 1000
-    drafter = Speculator(config, measure_rows(engine), max_step_s=max_step_s) if config else None
+    config = speculative_config.parse(own.speculative_config)
+    drafter = make_drafter(config, engine, draft.load(source, engine.info) if draft else None, max_step_s)
     bench = EngineBench(engine, budget, max_step_s, overlap=overlap, drafter=drafter)
     bench.run(requests(2, 16, [4], engine.info.vocab_size, args.seed), 2, "continuous")  # warm-up
     for round_number in range(args.repeat):

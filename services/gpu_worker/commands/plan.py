@@ -17,7 +17,7 @@ from pydantic import ByteSize, TypeAdapter, ValidationError
 from services.gpu_worker.kv_pool import available_bytes
 from services.gpu_worker.planning import Limits, Plan, plan_card, plan_cpu
 from services.gpu_worker.weights.outline import outline
-from shared import model_source, settings
+from shared import model_source, settings, speculative_config
 from shared.settings import CommonSettings, DeviceSettings, WorkerSettings
 
 # What their drivers report, in MiB.
@@ -84,8 +84,13 @@ def make(args: argparse.Namespace) -> tuple[Plan, str, int | None]:
     )  # fmt: skip
     source = model_source.resolve(args.model or common.model, common.cache_dir)
     found = outline(source.path, own.quantization)
-    plan = plan_cpu(found, limits, own.engine) if memory is None else plan_card(found, limits, memory)
-    return plan, source.name, memory
+    if memory is not None:
+        return plan_card(found, limits, memory), source.name, memory
+    speculation, draft = speculative_config.parse(own.speculative_config), None
+    if speculation is not None and speculation.model:
+        path = model_source.resolve(speculation.model, common.cache_dir).path
+        draft = outline(path, speculation.quantization)
+    return plan_cpu(found, limits, own.engine, draft), source.name, None
 
 
 def verdict(plan: Plan, concurrency: int, memory: int | None) -> str:

@@ -11,7 +11,7 @@ from services.gpu_worker.speculative.proposer import Proposal
 
 class BatchProposer(Protocol):
     """One a worker. It keeps state of its own of each sequence, as far as that is computed, under the sequence's block
-    ids. All calls come from the engine's thread, but `forget` may come from others while `propose` runs."""
+    ids. All calls come from the engine's thread."""
 
     def num_behind(self, seq: Sequence) -> int:
         """How many of its tokens are to be computed before any can be guessed: 1 where it keeps up."""
@@ -32,5 +32,5 @@ class BatchProposer(Protocol):
         ...
 
     def forget(self, seq: Sequence) -> None:
-        """It has left."""
+        """It has left; nothing was proposed since."""
         ...

@@ -10,6 +10,7 @@ that would not pay: so what has become worth it is found.
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ from services.gpu_worker.speculative.choice import MAX_SHARE, choose_fairly
 from services.gpu_worker.speculative.proposer import NOTHING, Proposal
 from services.gpu_worker.speculative.purse import Purse
 from services.gpu_worker.speculative.row_cost import RowCost
-from services.gpu_worker.speculative.speculator import HELD_TOKENS, WORKER_SHARE_KEPT, Counts
+from services.gpu_worker.speculative.speculator import HELD_TOKENS, WORKER_SHARE_KEPT, Counts, saved_s
 from shared.speculative_config import SpeculativeConfig
 
 log = logging.getLogger(__name__)
@@ -52,8 +53,8 @@ class ModelSpeculator:
         self, config: SpeculativeConfig, proposer: BatchProposer, clock: Callable[[], float],
         cost: RowCost | None = None, *, max_step_s: float = float("inf"),
     ) -> None:  # fmt: skip
-        self.method = config.method
-        self.counts = Counts()
+        self.fleet = None
+        self.counts = {config.method: Counts()}
         self.purse = Purse()
         self._config = config
         self._proposer = proposer
@@ -67,10 +68,18 @@ class ModelSpeculator:
         self._drafted: list[_Followed] = []  # in the latest step
         self._spent_s = 0.0  # before it
         self._num_failures = 0
+        self._left: deque[Sequence] = deque()  # some while others are guessed for
 
     def forget(self, seq: Sequence) -> None:
-        self._followed.pop(seq.sid, None)
-        self._proposer.forget(seq)
+        self._left.append(seq)
+
+    def _forget_left(self) -> None:
+        while self._left:
+            seq = self._left.popleft()
+            followed = self._followed.get(seq.sid)
+            if followed is not None and followed.seq is seq:
+                del self._followed[seq.sid]
+                self._proposer.forget(seq)
 
     def _follow(self, seq: Sequence) -> _Followed:
         followed = self._followed.get(seq.sid)
@@ -83,6 +92,7 @@ class ModelSpeculator:
 
     def plan(self, chunks: Seq[Chunk], most: Seq[int], num_free: int) -> list[int]:
         """The first token of an answer waits for no guesses."""
+        self._forget_left()
         self._spent_s, self._asked = 0.0, []
         most = [n if c.count == 1 else 0 for c, n in zip(chunks, most, strict=True)]
         num_sampled, num_rows = sum(c.sample for c in chunks), sum(c.count for c in chunks)
@@ -159,6 +169,7 @@ class ModelSpeculator:
         return num
 
     def draft(self, chunks: Seq[Chunk], most: Seq[int], num_free: int) -> list[tuple[int, ...]]:
+        self._forget_left()
         proposals = [self._follow(c.seq).proposal for c in chunks]
         survivals = [
             self._follow(c.seq).by_strength.survival(proposal.strengths[: self._most(c.seq, n)])
@@ -181,27 +192,27 @@ class ModelSpeculator:
 
     def observe(self, chunks: Seq[Chunk], drawn: Seq[Drawn], seconds: float) -> None:
         """What was guessed is compared with what was drawn, whether it was drafted or not."""
-        self._learn_cost(chunks, drawn, seconds)
+        counts = self.counts[self._config.method]
+        counts.saved_s += self._learn_cost(chunks, drawn, seconds)
         for chunk, tokens in zip(chunks, drawn, strict=True):
             if chunk.draft_ids:
-                self.counts.num_drafts += 1
-                self.counts.num_draft_tokens += len(chunk.draft_ids)
+                counts.num_drafts += 1
+                counts.num_draft_tokens += len(chunk.draft_ids)
                 num_accepted = sum(t.token_id == d for t, d in zip(tokens, chunk.draft_ids, strict=False))
-                self.counts.accepted.update(range(num_accepted))
+                counts.accepted.update(range(num_accepted))
             followed = self._followed.get(chunk.seq.sid)
             if followed is not None and followed.seq is chunk.seq:
                 self._learn(followed, drawn=tokens)
 
-    def _learn_cost(self, chunks: Seq[Chunk], drawn: Seq[Drawn], seconds: float) -> None:
-        """seconds are those of the step and of the guessing before."""
-        saved_s, step_s = 0.0, seconds - self._spent_s
-        if step_s > 0.0 and all(c.sample and c.count == 1 for c in chunks):
+    def _learn_cost(self, chunks: Seq[Chunk], drawn: Seq[Drawn], seconds: float) -> float:
+        """What drafts have saved, of these seconds of the step and of the guessing before."""
+        saved, step_s = 0.0, seconds - self._spent_s
+        if all(c.sample and c.count == 1 for c in chunks):
             num_rows = sum(c.num_rows for c in chunks)
             self._cost.observe(num_rows, step_s)
-            if num_rows > len(chunks):
-                saved_s = self._cost.seconds(len(chunks)) * sum(map(len, drawn)) / len(chunks) - step_s
-        self.purse.step(seconds, saved_s)
-        self.counts.saved_s += saved_s - self._spent_s
+            saved = saved_s(self._cost, num_rows, drawn, step_s)
+        self.purse.step(seconds, saved)
+        return saved - self._spent_s
 
     def _learn(self, followed: _Followed, drawn: Drawn) -> None:
         proposal, followed.proposal = followed.proposal, NOTHING

@@ -93,6 +93,13 @@ class Counts:
     accepted: Counter[int] = field(default_factory=Counter)
 
 
+def saved_s(cost: RowCost, num_rows: int, drawn: Seq[Drawn], seconds: float) -> float:
+    """How much longer steps without drafts would have taken for what one of so many rows has drawn."""
+    if seconds <= 0.0 or num_rows == len(drawn):
+        return 0.0
+    return cost.seconds(len(drawn)) * sum(map(len, drawn)) / len(drawn) - seconds
+
+
 class Speculator:
     """A `Drafter`. cost: what is known of steps already. max_step_s: drafts make no step longer, for those that have
     none. fleet: what workers have told each other, if they do. counts: by method."""
@@ -147,13 +154,17 @@ class Speculator:
 
     def observe(self, chunks: Seq[Chunk], drawn: Seq[Drawn], seconds: float) -> None:
         """What a step has drawn, as far as it counts, and how long it took."""
+        saved = 0.0
         if all(c.sample and c.count == 1 for c in chunks):
-            self._cost.observe(sum(c.num_rows for c in chunks), seconds)
+            num_rows = sum(c.num_rows for c in chunks)
+            self._cost.observe(num_rows, seconds)
+            saved = saved_s(self._cost, num_rows, drawn, seconds) / max(1, num_rows - len(chunks))  # a draft
         for chunk, tokens in zip(chunks, drawn, strict=True):
             if chunk.draft_ids:
                 counts = self.counts[self._methods.get(chunk.seq.sid, self._config.method)]
                 counts.num_drafts += 1
                 counts.num_draft_tokens += len(chunk.draft_ids)
+                counts.saved_s += saved * len(chunk.draft_ids)
                 num_accepted = sum(t.token_id == d for t, d in zip(tokens, chunk.draft_ids, strict=False))
                 counts.accepted.update(range(num_accepted))
 

@@ -140,7 +140,7 @@ def test_a_model_that_is_mostly_right_makes_fewer_steps(num_sequences: int) -> N
     simulation = Simulation(Guesses(chances=(0.95, 0.4)))
     ratio = simulation.run([make_sequence(n) for n in range(num_sequences)], 400)
     assert ratio > 1.35
-    counts = simulation.speculator.counts
+    counts = simulation.speculator.counts["suffix"]
     assert counts.num_draft_tokens < simulation.guesses.num_guessed  # of those of which it was not sure, some were not
     assert counts.accepted[0] > counts.accepted[1] > 0
     assert counts.saved_s == pytest.approx((ratio - 1) * simulation.guesses.now_s, rel=0.2)
@@ -237,6 +237,7 @@ def test_after_a_step_with_drafts_that_failed_there_are_none_for_a_while() -> No
 def test_one_that_left_is_forgotten_and_a_new_life_begins_anew() -> None:
     simulation = Simulation(Guesses(chances=(0.0, 0.0)))
     simulation.run([make_sequence()], 50)
+    simulation.speculator.draft([], [], 9)
     assert simulation.guesses.forgotten == ["r0.0"] and not simulation.speculator._followed
     old, new = make_sequence(), make_sequence()
     for seq in (old, new):
