@@ -18,6 +18,7 @@ from shared.wire import Message, ProtocolError, pack_ids, row, unpack_ids
 MAX_CHOICES = 128
 MAX_GRAMMAR_CHARS = 1 << 18
 MAX_PREDICTION_TOKENS = 1 << 16
+MAX_PRIORITY = 1 << 31
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 TokenId = Annotated[int, Field(ge=0, lt=1 << 32)]
@@ -128,6 +129,7 @@ class RequestSpec(Message):
     time_limits: TimeLimits = TimeLimits()
     num_prompts: int = Field(default=1, ge=1, le=MAX_CHOICES)  # of the call, each with a record of its own
     prediction: bytes = Field(default=b"", max_length=4 * MAX_PREDICTION_TOKENS)  # packed ids that are expected
+    priority: int = Field(default=0, ge=-MAX_PRIORITY, le=MAX_PRIORITY)  # lower comes first
 
     @property
     def log_start(self) -> int:

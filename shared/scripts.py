@@ -220,7 +220,7 @@ class Scripts:
         owner: str, resume_ms: int, retention_ms: int, repeat: Repeat,
     ) -> bool:  # fmt: skip
         """Puts back a request that Redis has forgotten, as its gateway has it; False if it is there."""
-        args: list[Arg] = [spec.rid, gateway, attach, owner, resume_ms, retention_ms, repeat.body_digest]
+        args: list[Arg] = [spec.rid, gateway, attach, owner, resume_ms, retention_ms, repeat.body_digest, spec.priority]
         args += [spec.time_limits.total_ms, spec.num_prompt_tokens, prompt, encode(spec), len(choices), repeat.key]
         for choice in choices:
             outcome = encode(choice.outcome) if choice.outcome is not None else b""

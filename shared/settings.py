@@ -193,6 +193,10 @@ class SchedulerSettings(Section):
     TITLE = "scheduler"
     scheduling_policy: Annotated[str, _only("fcfs")] = _setting("fcfs", "order of the queue")
     enable_prefix_caching: bool = _setting(True, PREFIX_CACHING_HELP)
+    min_priority: int = _setting(
+        0, "lowest `priority` that counts between API keys; below it one only orders a key's own requests",
+        ge=-(1 << 31), le=1 << 31,
+    )  # fmt: skip
     max_strikes: int = _setting(2, "worker deaths after which a sequence runs alone; one more ends it", ge=1, le=10)
 
 

@@ -76,7 +76,7 @@ class Admitting:
             async for _ in backoff():
                 try:
                     admission = self._scripts.admit(
-                        specs, gateway=requests[0].gateway, owner=owner, priority=0,
+                        specs, gateway=requests[0].gateway, owner=owner, priority=specs[0][0].priority,
                         max_requests=self._max_requests, max_tokens=self._max_tokens, retention_ms=self._retention_ms,
                         key_limits=self._key_limits, resume_ms=requests[0].resume_ms, repeat=repeat,
                     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""How much a request asks for: choices, and log-probabilities of what it draws and of its prompt. *Pure.*"""
+"""What a request asks for in numbers: choices, temperature, log-probabilities of what it draws and of its prompt. *Pure.*"""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from services.gateway.errors import BadRequest
 from services.gateway.openai_schema import ChatCompletionRequest, CompletionRequest
 
+GREEDY_BELOW = 1e-5
+LEAST_TEMPERATURE = 0.01
 MAX_PROMPT_LOGPROBS = 1 << 18  # of a call's prompts; alternatives count
 
 AnyRequest = ChatCompletionRequest | CompletionRequest
@@ -19,6 +21,12 @@ def num_choices(request: AnyRequest) -> int:
 
 def is_selected(request: AnyRequest) -> bool:
     return num_choices(request) > (request.n or 1)
+
+
+def temperature(request: AnyRequest) -> float:
+    if request.temperature is None:
+        return 1.0
+    return 0.0 if request.temperature < GREEDY_BELOW else max(request.temperature, LEAST_TEMPERATURE)
 
 
 def num_logprobs(request: AnyRequest) -> int | None:

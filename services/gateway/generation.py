@@ -27,7 +27,6 @@ from shared.scripts import NO_REPEAT, Admission, Repeat
 from shared.wire import ProtocolError, pack_ids
 
 log = logging.getLogger(__name__)
-
 TICK_S = 15.0  # silence after which a client is shown that the connection lives
 # Errors found behind the gateway that lie in the request; all others are the server's.
 STATUS_OF_CODE = {
@@ -120,6 +119,7 @@ class Generation:
                 rid=prompt_rid(self.rid, number), num_choices=prompt.num_choices, num_prompt_tokens=len(prompt.ids),
                 salt=self._caller.salt, sampling=prompt.sampling, text=prompt.text, client_id=self._caller.client_id,
                 num_prompts=len(self.prompts), time_limits=self._time_limits, prediction=pack_ids(prompt.prediction),
+                priority=prompt.priority,
             )
             for number, _, prompt in open_prompts
         ]  # fmt: skip

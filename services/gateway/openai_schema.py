@@ -16,7 +16,7 @@ from pydantic.config import JsonDict
 from services.gateway.chat_messages import MESSAGE_SCHEMA
 from services.gateway.openai_parts import ResponseFormat, StructuredOutputs, Switch, ToolChoice, Tools, or_empty
 from services.gateway.prediction import Prediction
-from shared.protocol import MAX_CHOICES
+from shared.protocol import MAX_CHOICES, MAX_PRIORITY
 
 MAX_STOPS = 16
 MAX_STOP_CHARS = 256
@@ -144,7 +144,6 @@ class GenerationRequest(Request):
         "truncate_prompt_tokens": (),
         "kv_transfer_params": (),
         "vllm_xargs": (),
-        "priority": (0,),
     }
     n: Annotated[Int, Field(ge=1, le=MAX_CHOICES)] | None = None
     max_tokens: Annotated[Int, Field(ge=0, le=MAX_TOKENS)] | None = None
@@ -177,6 +176,7 @@ class GenerationRequest(Request):
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
     speculative: Speculative | None = None
+    priority: Annotated[Int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] | None = None
     prompt_logprobs: Annotated[Int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     return_token_ids: Switch = False
     return_tokens_as_token_ids: Switch = False

@@ -31,8 +31,6 @@ from services.gateway.tokenization import Tokenizer
 from shared.protocol import Constraint, SamplingParams, TextParams, log_start
 
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's default for the older endpoint
-GREEDY_BELOW = 1e-5
-LEAST_TEMPERATURE = 0.01
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +61,7 @@ class PreparedPrompt:
     text: TextParams
     num_choices: int
     prediction: Sequence[int] = ()
+    priority: int = 0
 
     @property
     def log_start(self) -> int:
@@ -102,7 +101,12 @@ def build_specs(
     constraint = word_limits(request, tokenizer, form.constraint(tokenizer, chat_text))
     return [
         PreparedPrompt(
-            ids, _sampling(request, ids, tokenizer, limits, draw_seed, param, constraint), text, num_choices, predicted
+            ids,
+            _sampling(request, ids, tokenizer, limits, draw_seed, param, constraint),
+            text,
+            num_choices,
+            predicted,
+            request.priority or 0,
         )
         for ids in prompts
     ]
@@ -217,7 +221,7 @@ def _sampling(
     return SamplingParams(
         max_tokens=max_tokens,
         min_tokens=min_tokens,
-        temperature=_temperature(request.temperature),
+        temperature=asked.temperature(request),
         top_p=_or(request.top_p, 1.0),
         top_k=min(max(request.top_k or 0, 0), tokenizer.vocab_size),
         min_p=_or(request.min_p, 0.0),
@@ -264,12 +268,6 @@ def _too_long(size: str, limits: Limits, param: str) -> BadRequest:
         param=param,
         code="context_length_exceeded",
     )
-
-
-def _temperature(asked: float | None) -> float:
-    if asked is None:
-        return 1.0
-    return 0.0 if asked < GREEDY_BELOW else max(asked, LEAST_TEMPERATURE)
 
 
 def _text_params(request: ChatCompletionRequest | CompletionRequest, now: datetime, fingerprint: str) -> TextParams:

@@ -17,7 +17,7 @@ async def serve(stop: Stop, common: CommonSettings, own: SchedulerSettings) -> i
             return 0
         service = SchedulerService(
             clients[0], common.served_name, incarnation=common.incarnation, blocking=clients[1], heartbeat=clients[2],
-            prefix_caching=own.enable_prefix_caching, max_strikes=own.max_strikes,
+            prefix_caching=own.enable_prefix_caching, max_strikes=own.max_strikes, min_priority=own.min_priority,
         )  # fmt: skip
         await service.run(stop)
     finally:

@@ -36,7 +36,7 @@ class Batcher:
     def __init__(
         self, workers: Mapping[str, WorkerView], neighbours: Mapping[str, Neighbour], out: Outbound,
         counts: Counter[str], pressure: Pressure, restart: Callable[[WorkerView], None], *, prefix_caching: bool,
-        max_strikes: int,
+        max_strikes: int, min_priority: int,
     ) -> None:  # fmt: skip
         self.queue: dict[str, Queued] = {}
         self.waited_ms: list[float] = []  # from admission to a worker, since somebody has looked
@@ -49,7 +49,7 @@ class Batcher:
         self._room = Room(workers, self.queue, max_strikes)
         self.matching = Matching(neighbours, self.queue, out)
         self._full_until = -math.inf
-        self.fairness = Fairness(workers, self.queue)
+        self.fairness = Fairness(workers, self.queue, min_priority)
         self.deadlines = Deadlines(self.queue, workers, out, self.drop)
 
     # --- into the queue and out of it ------------------------------------------------------------------------------
@@ -185,7 +185,7 @@ class Batcher:
         view.full_at = table.num_free
         if view.ending_calls:
             return  # more may be free than the answer says
-        if not self._pressure.preempt(view, below_priority=queued.priority):
+        if not self._pressure.preempt(view, queued):
             self._make_way(queued, view)
 
     def _make_way(self, queued: Queued, view: WorkerView) -> None:

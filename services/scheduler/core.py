@@ -27,9 +27,10 @@ from shared.worker_protocol import Report, RunningState
 
 
 class SchedulerCore:
-    """max_strikes: worker deaths after which a sequence is a suspect, which runs in steps of its own."""
+    """max_strikes: worker deaths after which a sequence is a suspect, which runs in steps of its own. min_priority: the
+    lowest one that counts between keys."""
 
-    def __init__(self, inbox: str, prefix_caching: bool = True, max_strikes: int = 2) -> None:
+    def __init__(self, inbox: str, prefix_caching: bool = True, max_strikes: int = 2, min_priority: int = 0) -> None:
         self.workers: dict[str, WorkerView] = {}
         self._neighbours: dict[str, Neighbour] = {}
         self.counts: Counter[str] = Counter()
@@ -38,10 +39,10 @@ class SchedulerCore:
         self._takeover = Takeover(self.workers, self._out, inbox, self._interrupt, self._drew)
         restart = self._takeover.restart
         self._spares = SpareGrants(self.workers, self._out, restart)
-        self._pressure = Pressure(self._out, self._spares, restart)
+        self._pressure = Pressure(self._out, self._spares, restart, min_priority)
         self._batcher = Batcher(
             self.workers, self._neighbours, self._out, self.counts, self._pressure, restart,
-            prefix_caching=prefix_caching, max_strikes=max_strikes,
+            prefix_caching=prefix_caching, max_strikes=max_strikes, min_priority=min_priority,
         )  # fmt: skip
         self.calls = self._out.calls
         self.queue = self._batcher.queue

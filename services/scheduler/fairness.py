@@ -1,8 +1,10 @@
 """Whose turn it is: the order of the queue between API keys, by the tokens they have been given. *Pure.*
 
 Each key has a counter of tokens: those computed for its prompts, and with more weight those drawn. The key with the
-lowest one is next; within a key it is the order of arrival (`order_key`). A key that comes back from idleness starts
-just before the least served one, so that nobody saves up (virtual token counters, Sheng et al., OSDI 2024).
+lowest one is next; within a key it is the order of priority and arrival (`order_key`). Between keys a priority counts
+too, but none below a bound: a key may let others pass, and cannot pass them by what it says of itself. A key that comes
+back from idleness starts just before the least served one, so that nobody saves up (virtual token counters, Sheng et
+al., OSDI 2024).
 
 Order alone would not help somebody who comes while long answers of another key fill a worker. So while other keys are
 about, a key leaves a small share of each worker free, in slots, blocks and prefill under way; and for a key that has
@@ -26,7 +28,8 @@ PREFILL_AHEAD_S = 0.25  # a worker reports every 0.1 s: it never lacks work, and
 
 
 class Fairness:
-    def __init__(self, workers: Mapping[str, WorkerView], queue: Mapping[str, Queued]) -> None:
+    def __init__(self, workers: Mapping[str, WorkerView], queue: Mapping[str, Queued], min_priority: int = 0) -> None:
+        self._min_priority = min_priority
         self._workers = workers
         self._queue = queue
         self._used: dict[str, float] = defaultdict(float)
@@ -65,7 +68,11 @@ class Fairness:
         for queued in self._queue.values():
             if queued.state is not QueueState.WAITING:
                 used[queued.key] += queued.num_tokens
-        heap = [(q[-1].priority, used[key], order_key(q[-1]), key) for key, q in queues.items() if key not in skip]
+
+        def place(first: Queued) -> tuple[int, float, tuple[int, float, str], str]:
+            return max(first.priority, self._min_priority), used[first.key], order_key(first), first.key
+
+        heap = [place(q[-1]) for key, q in queues.items() if key not in skip]
         heapq.heapify(heap)
         while heap:
             key = heap[0][-1]
@@ -73,7 +80,7 @@ class Fairness:
             yield queued
             used[key] += queued.num_tokens
             if key not in skip and (rest := queues[key]):
-                heapq.heapreplace(heap, (rest[-1].priority, used[key], order_key(rest[-1]), key))
+                heapq.heapreplace(heap, place(rest[-1]))
             else:
                 heapq.heappop(heap)
 

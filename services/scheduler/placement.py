@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Protocol, TypeVar
 
-from services.scheduler.sequence import Running
+from services.scheduler.sequence import Queued, Running
 
 # A running neighbour costs about as much as computing this many prompt tokens: it slows every decode step, a little.
 NEIGHBOUR_COST_TOKENS = 64
@@ -33,10 +33,21 @@ def choose_worker(num_tokens: int, candidates: Iterable[C], cached: Mapping[str,
     return min(candidates, key=lambda c: placing_cost(num_tokens, c, cached))
 
 
-def choose_victim(running: Iterable[Running], below_priority: int | None = None) -> Running | None:
+def choose_victim(running: Iterable[Running], newcomer: Queued | None = None, min_priority: int = 0) -> Running | None:
     """Lowest priority first (highest number), then the cheapest to bring back, then the latest come.
 
-    below_priority: only those that rank behind it (to make room for a newcomer of that priority).
+    newcomer: only those that rank behind it. min_priority: between keys a lower one counts as this. So what a key says
+    of its own sequences chooses among these, and not whose they are.
     """
-    candidates = [r for r in running if not r.preempting and (below_priority is None or r.priority > below_priority)]
-    return min(candidates, key=lambda r: (-r.priority, r.num_tokens, -r.arrival_ms, r.sid), default=None)
+
+    def ranks_behind(r: Running, n: Queued) -> bool:
+        return r.priority > (n.priority if r.key == n.key else max(n.priority, min_priority))
+
+    def cost(r: Running) -> tuple[int, int, str]:
+        return r.num_tokens, -r.arrival_ms, r.sid
+
+    candidates = [r for r in running if not r.preempting and (newcomer is None or ranks_behind(r, newcomer))]
+    first = min(candidates, key=lambda r: (-max(r.priority, min_priority), *cost(r)), default=None)
+    if first is None:
+        return None
+    return min((r for r in candidates if r.key == first.key), key=lambda r: (-r.priority, *cost(r)))

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from services.scheduler.actions import Finish
 from services.scheduler.outbound import Outbound
 from services.scheduler.placement import choose_victim
+from services.scheduler.sequence import Queued
 from services.scheduler.spares import SpareGrants
 from services.scheduler.worker_view import Phase, WorkerView
 from shared.protocol import Outcome
@@ -21,10 +22,13 @@ STARVED_TIMEOUT_S = 2.0  # a worker takes a spare block within a step
 
 
 class Pressure:
-    def __init__(self, out: Outbound, spares: SpareGrants, restart: Callable[[WorkerView], None]) -> None:
+    def __init__(
+        self, out: Outbound, spares: SpareGrants, restart: Callable[[WorkerView], None], min_priority: int
+    ) -> None:
         self._out = out
         self._spares = spares
         self._restart = restart
+        self._min_priority = min_priority
 
     def relieve(self, view: WorkerView, now: float) -> None:
         """Where sequences cannot go on: more spares, or one gives way, or, where it is alone, it has reached the end.
@@ -68,12 +72,13 @@ class Pressure:
         if view.spares and not preempting and now - view.starved_since > STARVED_TIMEOUT_S:
             self._restart(view)
 
-    def preempt(self, view: WorkerView, below_priority: int | None = None, key: str | None = None) -> bool:
-        """Chooses one victim, of the key if one is named, unless one is on its way already; True if there is one."""
+    def preempt(self, view: WorkerView, newcomer: Queued | None = None, key: str | None = None) -> bool:
+        """Chooses one victim, of the key if one is named, unless one is on its way already; True if there is one.
+        newcomer: that it must rank behind."""
         if any(r.preempting for r in view.running.values()):
             return True
         candidates = [r for r in view.running.values() if key in (None, r.key)]
-        victim = choose_victim(candidates, below_priority)
+        victim = choose_victim(candidates, newcomer, self._min_priority)
         if victim is None:
             return False
         victim.preempting = True

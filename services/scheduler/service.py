@@ -44,6 +44,7 @@ class SchedulerService:
 
     def __init__(
         self, redis: Any, model: str, *, incarnation: str = "", prefix_caching: bool = True, max_strikes: int = 2,
+        min_priority: int = 0,
         blocking: Any = None, heartbeat: Any = None, clock: Callable[[], float] = time.monotonic,
     ) -> None:  # fmt: skip
         self.redis = redis
@@ -53,7 +54,7 @@ class SchedulerService:
         self._beat = Scripts(heartbeat or redis, model)
         self._clock = clock
         self._prefix_caching = prefix_caching
-        self._max_strikes = max_strikes
+        self._max_strikes, self._min_priority = max_strikes, min_priority
         self.fleet = Fleet(redis, self.scripts, self.records, clock, max_strikes)
         self.metrics = SchedulerMetrics()
         self._pump_lock = asyncio.Lock()
@@ -84,7 +85,7 @@ class SchedulerService:
         last = await membership.join()
         self._next_incarnation = ""
         self.membership = membership
-        self.core = SchedulerCore(incarnation, self._prefix_caching, self._max_strikes)
+        self.core = SchedulerCore(incarnation, self._prefix_caching, self._max_strikes, self._min_priority)
         if redis_time is not None:
             self.core.set_redis_time(*redis_time)
         self._todo = deque()

@@ -41,7 +41,7 @@ WRONG: dict[str, list[Any]] = {
     "model": [1, []], "response_format": [{"type": "xml"}, "x", {}],
     "structured_outputs": [{}, {"regex": "("}, {"json": {"not": {}}}, {"grammar": "start: nowhere"}],
     "allowed_token_ids": [[], [vocab.VOCAB_SIZE], ["x"]], "bad_words": [["x"] * 65, [""], [" "]],
-    "suffix": ["x"], "priority": [1],
+    "suffix": ["x", 1], "priority": ["x", 1.5, 1 << 40],
 }  # fmt: skip
 WRONG_CHAT: dict[str, list[Any]] = {
     "messages": [None, [], "x", [1], [{}], [{"role": "user"}], [{"role": "nobody", "content": "x"}],

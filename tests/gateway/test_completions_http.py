@@ -53,6 +53,15 @@ async def stream(served: Served, path: str, body: dict[str, Any]) -> list[tuple[
     return [(id, json.loads(data)) for id, data in events[:-1]]
 
 
+async def test_the_priority_stands_in_the_queue(served: Served, answering: Callable[..., None]) -> None:
+    answering(fixed(TEXT))
+    body = {"prompt": ["a", "b"], "max_tokens": 2, "n": 2, "priority": -3}
+    status, answer, response = await served.post("/v1/completions", body)
+    assert status == 200, answer
+    record = await served.worker.records.sequence(response.headers["X-Request-Id"] + ".1")
+    assert record is not None and record.priority == -3
+
+
 async def test_a_whole_chat_answer(served: Served, answering: Callable[..., None]) -> None:
     answering(fixed(TEXT))
     body = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 20}

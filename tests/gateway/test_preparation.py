@@ -196,6 +196,11 @@ def test_what_a_request_says_of_speculation(asked: dict[str, object] | None, mos
     assert (sampling.num_speculative_tokens, sampling.fleet) == (most, fleet)
 
 
+def test_priority_is_any_small_integer() -> None:
+    assert [completion(**fields)[0].priority for fields in ({}, {"priority": None}, {"priority": -3.0})] == [0, 0, -3]
+    assert chat(priority=5).priority == 5
+
+
 def test_a_seed_is_64_bits_and_shared_by_choices() -> None:
     assert completion(seed=-1)[0].sampling.seed == (1 << 64) - 1
     assert completion(seed=0)[0].sampling.seed == 0

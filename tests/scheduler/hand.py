@@ -44,10 +44,10 @@ def row(sid: str, epoch: int = 1, num_tokens: int = 10, starved: bool = False) -
 
 
 class Hand:
-    def __init__(self, *workers: str, prefix_caching: bool = True, **fields: Any) -> None:
+    def __init__(self, *workers: str, prefix_caching: bool = True, min_priority: int = 0, **fields: Any) -> None:
         """Workers (one, `w`, if none is named) that are ready, with all their blocks free."""
         self.now = 100.0
-        self.core = SchedulerCore("s", prefix_caching)
+        self.core = SchedulerCore("s", prefix_caching, min_priority=min_priority)
         for worker in workers or ("w",):
             self.core.gain_worker(member(worker, **fields), term=3)
             self.core.set_store(worker, "c", 5)

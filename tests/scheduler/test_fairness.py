@@ -75,6 +75,22 @@ def test_priority_comes_before_fairness() -> None:
     assert placed(h)[:2] == ["a0.0", "a1.0"]
 
 
+def test_a_key_that_calls_all_of_its_own_urgent_only_orders_them() -> None:
+    h = Hand(max_num_seqs=9)
+    for i in range(3):
+        h.queue(f"a{i}.0", key="a", priority=-i)
+        h.queue(f"b{i}.0", key="b")
+    assert placed(h) == ["a2.0", "b0.0", "a1.0", "b1.0", "a0.0", "b2.0"]
+
+
+def test_as_far_as_the_operator_allows_it_passes_others() -> None:
+    h = Hand(max_num_seqs=9, min_priority=-1)
+    for i in range(3):
+        h.queue(f"a{i}.0", key="a", priority=-i)
+        h.queue(f"b{i}.0", key="b")
+    assert placed(h) == ["a2.0", "a1.0", "b0.0", "b1.0", "a0.0", "b2.0"]
+
+
 def test_while_another_key_is_about_a_slot_is_left_for_it() -> None:
     h = Hand(max_num_seqs=4)
     h.run("b0.0", key="b")

@@ -45,8 +45,10 @@ def test_on_their_way_counts_as_load() -> None:
 # --- victims ---------------------------------------------------------------------------------------------------------
 
 
-def running(sid: str, priority: int = 0, num_tokens: int = 10, arrival: int = 0, preempting: bool = False) -> Running:
-    return Running(sid, 1, num_tokens, priority, arrival, preempting=preempting)
+def running(
+    sid: str, priority: int = 0, num_tokens: int = 10, arrival: int = 0, preempting: bool = False, key: str = ""
+) -> Running:
+    return Running(sid, 1, num_tokens, priority, arrival, preempting=preempting, key=key)
 
 
 @pytest.mark.parametrize(
@@ -65,10 +67,29 @@ def test_who_gives_way(candidates: list[Running], victim: str | None) -> None:
     assert (chosen and chosen.sid) == victim
 
 
+def newcomer(priority: int, key: str = "") -> Queued:
+    return Queued("new.0", 0, 4, priority=priority, key=key)
+
+
 def test_only_a_lower_priority_gives_way_to_a_newcomer() -> None:
     some = [running("a", priority=1), running("b", priority=2)]
-    assert choose_victim(some, below_priority=2) is None
-    assert choose_victim(some, below_priority=1) is some[1]
+    assert choose_victim(some, newcomer(2)) is None
+    assert choose_victim(some, newcomer(1)) is some[1]
+
+
+def test_what_a_key_says_of_itself_below_the_bound_takes_nothing_from_others() -> None:
+    others = [running("a", key="x"), running("b", priority=1, key="x")]
+    assert choose_victim(others[:1], newcomer(-9, "y")) is None
+    assert choose_victim(others, newcomer(-9, "y")) is others[1], "who says of itself that it can wait"
+    assert choose_victim(others, newcomer(-9, "y"), min_priority=-1) is others[1]
+    assert choose_victim(others[:1], newcomer(-9, "y"), min_priority=-1) is others[0]
+    assert choose_victim(others[:1], newcomer(-9, "x")) is others[0], "its own"
+
+
+def test_it_cannot_make_others_the_victims_either() -> None:
+    urgent = [running("a", priority=-9, num_tokens=5, key="x"), running("c", priority=-1, num_tokens=50, key="x")]
+    assert choose_victim([*urgent, running("b", num_tokens=9, key="y")]) is urgent[1]
+    assert choose_victim([*urgent, running("b", num_tokens=4, key="y")]).sid == "b"  # type: ignore[union-attr]
 
 
 # --- the order -------------------------------------------------------------------------------------------------------

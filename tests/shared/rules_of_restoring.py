@@ -41,7 +41,7 @@ async def _(w: World) -> None:
 @rules.rule(
     "restore brings back the repeat key",
     "restore",
-    "name_for_repeats(rid, ARGV[13])",
+    "name_for_repeats(rid, ARGV[14])",
 )
 async def _(w: World) -> None:
     await w.gateway()
@@ -70,3 +70,14 @@ async def _(w: World) -> None:
     await w.gateway()
     assert await restore(w, OPEN)
     assert (await w.sequence()).attach == 4 and (await w.sequence()).gateway == "g"
+
+
+@rules.rule("restore keeps the priority", "restore", "'priority', ARGV[8]", "'priority', 0")
+async def _(w: World) -> None:
+    await w.gateway()
+    spec = spec_of("r").model_copy(update={"priority": -7})
+    assert await w.scripts.restore(
+        spec, b"\1\0\0\0" * 3, [OPEN], gateway="g", attach=4, owner="key", resume_ms=0, retention_ms=HOUR_MS,
+        repeat=NO_REPEAT,
+    )  # fmt: skip
+    assert (await w.sequence()).priority == -7
