@@ -274,39 +274,53 @@ static int code_at(const struct matrix *w, int64_t group, int lane, int column) 
     return q;
 }
 
-static float quantised_at(const struct matrix *w, int64_t group, int64_t super, int lane, int column) {
-    struct type type = types[w->format];
-    int64_t half = (2 * group + column / 16) * 16 + lane, at = group * 16 + lane, super_at = super * 16 + lane;
-    float q = (float)code_at(w, group, lane, column), d;
-    switch (type.kind) {
-        case BY_GROUP: return half_to_float(w->d[at]) * q + half_to_float(w->m[at]);
-        case BY_GROUP_CENTRED: return half_to_float(w->d[at]) * (q - (float)type.centre);
-        case BY_HALF_CENTRED:
-            return half_to_float(w->d[super_at]) * ((const int8_t *)w->sub)[half] * (q - (float)type.centre);
+/* d (q - centre) + m of the half group's weights. */
+struct affine {
+    float d, m;
+};
+
+static struct affine affine_at(const struct matrix *w, int64_t group, int64_t super, int lane, int half) {
+    int64_t half_at = (2 * group + half) * 16 + lane, at = group * 16 + lane, super_at = super * 16 + lane;
+    int kind = types[w->format].kind;
+    if (kind == BY_GROUP) return (struct affine){half_to_float(w->d[at]), half_to_float(w->m[at])};
+    if (kind == BY_GROUP_CENTRED) return (struct affine){half_to_float(w->d[at]), 0.0f};
+    float d = half_to_float(w->d[super_at]);
+    if (kind == BY_HALF_CENTRED) return (struct affine){d * ((const int8_t *)w->sub)[half_at], 0.0f};
+    float m = half_to_float(w->m[super_at]);
+    if (kind == BY_HALF_GROUP) return (struct affine){d * (w->sub[half_at] & 15), -(m * (w->sub[half_at] >> 4))};
+    return (struct affine){d * w->sub[at], -(m * w->sub_min[at])};
+}
+
+static void quantised_row(const struct matrix *w, int tile, int lane, float *out) {
+    int64_t groups = w->columns / GROUP, supers = groups / (SUPER_GROUP / GROUP);
+    int centre = types[w->format].centre;
+    for (int64_t g = 0; g < groups; g++) {
+        for (int half = 0; half < 2; half++) {
+            struct affine scale = affine_at(w, tile * groups + g, tile * supers + g / 8, lane, half);
+            for (int c = half * GROUP / 2; c < (half + 1) * GROUP / 2; c++) {
+                int q = code_at(w, tile * groups + g, lane, c);
+                out[g * GROUP + c] = scale.d * (float)(q - centre) + scale.m;
+            }
+        }
     }
-    if (type.kind == BY_HALF_GROUP) {
-        d = half_to_float(w->d[super_at]) * (w->sub[half] & 15);
-        return d * q - half_to_float(w->m[super_at]) * (w->sub[half] >> 4);
-    }
-    d = half_to_float(w->d[super_at]) * w->sub[at];
-    return d * q - half_to_float(w->m[super_at]) * w->sub_min[at];
 }
 
 /* One row of a weight as floats. */
 void weight_row(const struct matrix *w, int row, float *out) {
     int tile = row / TILE_ROWS, lane = row % TILE_ROWS;
-    int64_t groups = w->columns / GROUP, supers = groups / (SUPER_GROUP / GROUP);
+    if (!is_dense(w)) {
+        quantised_row(w, tile, lane, out);
+        return;
+    }
     for (int c = 0; c < w->columns; c++) {
-        int64_t at = ((int64_t)tile * w->columns + c) * TILE_ROWS + lane, g = c / GROUP;
+        int64_t at = ((int64_t)tile * w->columns + c) * TILE_ROWS + lane;
         uint32_t bits;
         switch (w->format) {
             case F32: out[c] = ((const float *)w->codes)[at]; break;
             case F16: out[c] = half_to_float(((const uint16_t *)w->codes)[at]); break;
-            case BF16:
+            default:
                 bits = (uint32_t)((const uint16_t *)w->codes)[at] << 16;
                 memcpy(out + c, &bits, 4);
-                break;
-            default: out[c] = quantised_at(w, tile * groups + g, tile * supers + g / 8, lane, c % GROUP);
         }
     }
 }
