@@ -137,6 +137,10 @@ async def test_token_budget_no_tokens_at_all(client: Client, ordinary: None) -> 
         answer.check()
         assert answer.text == ("score this text" if extra else "") and answer.choices[0].finish_reason == "length"
         assert answer.usage and answer.usage["completion_tokens"] == 0
+    scored = await client.ask({"prompt": "score this text", "max_tokens": 0, "echo": True, "logprobs": 1})
+    assert (scored.text, scored.choices[0].finish_reason) == ("score this text", "length")
+    assert scored.usage and len(scored.choices[0].tokens) == scored.usage["prompt_tokens"]
+    assert [token[1] is None for token in scored.choices[0].tokens] == [True, *[False] * len("score this text")]
     (await client.ask({"prompt": "x", "max_tokens": 1.0})).check()
     (await client.ask({"prompt": "x", "max_tokens": None})).check()
     await refused(client, "/v1/completions", {"prompt": "x", "max_tokens": -1}, "max_tokens")
@@ -219,6 +223,7 @@ async def test_non_finite_numbers_are_never_sent(client: Client, stream: bool, o
     narrow: Json = {"temperature": 1, "seed": 1, "top_k": 1, "stream": stream}
     for path, body in (
         ("/v1/completions", plain("four plain words here", 2, logprobs=5, **narrow)),
+        ("/v1/completions", plain("four plain words here", 1, logprobs=1, echo=True, **narrow)),
         ("/v1/chat/completions", chat("x", 2, logprobs=True, top_logprobs=5, logit_bias=banned, **narrow)),
     ):
         async with client.session.post(client.url + path, json=body) as response:
