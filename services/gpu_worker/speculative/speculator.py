@@ -26,6 +26,10 @@ from shared.speculative_config import SpeculativeConfig
 WORKER_SHARE_KEPT = 0.99  # of what the worker has counted, with one more
 READ_TOKENS = 2048  # of all sequences before one step: reading takes some microseconds a token
 HELD_TOKENS = 128  # that a sequence draws without drafts after a step with some has failed
+PLAIN_STEPS_SEEN = 4  # one of so many
+MAX_NAP_TOKENS = 8  # that a sequence draws unread while guesses are worth little: asking takes a hundredth of a step
+NAP_EVERY = 4  # times that they were, its naps become one token longer
+WORTH_WAKING = 0.25  # of a token, that drafts are expected to bring in a step
 MAX_INDEXED_TOKENS = 1 << 16  # of a sequence, which has no drafts from then on
 MAX_ALL_INDEXED_TOKENS = 1 << 18  # of all together: the longest gives its own up
 
@@ -51,6 +55,16 @@ class _Guided:
     num_skipped: int = 0  # of a long prompt's first tokens
     is_given_up: bool = False
     held_until: int = 0  # it has so many tokens
+    naps_until: int = 0  # likewise
+    num_idle: int = 0  # times in a row that its guesses were worth little
+
+    def weigh(self, num_expected: float) -> None:
+        """What its drafts are expected to bring: of one that they bring little it is asked less often."""
+        if self.num_unread:
+            return
+        self.num_idle = 0 if num_expected >= WORTH_WAKING else self.num_idle + 1
+        nap = min(MAX_NAP_TOKENS, self.num_idle // NAP_EVERY)
+        self.naps_until = len(self.seq.token_ids) + 1 + nap if nap else 0
 
     @property
     def num_indexed(self) -> int:
@@ -116,6 +130,7 @@ class Speculator:
         self._acceptances = {method: Acceptance(share_kept=WORKER_SHARE_KEPT) for method in self.counts}
         self._guided: dict[str, _Guided] = {}
         self._drafted: list[_Guided] = []  # in the latest step
+        self._num_steps = 0
         self._methods: dict[str, str] = {}  # that they are drafted by
 
     def plan(self, chunks: Seq[Chunk], most: Seq[int], num_free: int) -> list[int]:
@@ -126,6 +141,8 @@ class Speculator:
 
     def draft(self, chunks: Seq[Chunk], most: Seq[int], num_free: int) -> list[tuple[int, ...]]:
         self._drafted = []
+        if not any(self._is_awake(c.seq) for c in chunks):
+            return [()] * len(chunks)
         self._read([c.seq for c in chunks])
         proposals, survivals = [], []
         for chunk, allowed in zip(chunks, most, strict=True):
@@ -133,12 +150,23 @@ class Speculator:
             proposals.append(proposal)
             survivals.append(survival)
         if not any(survivals):
+            self._weigh(chunks, [0.0] * len(chunks))
             return [()] * len(chunks)
         num_sampled, num_rows = sum(c.sample for c in chunks), sum(c.count for c in chunks)
         lengths = self._choose(survivals, num_sampled, num_rows, num_free)
+        self._weigh(chunks, [sum(chances[:n]) for chances, n in zip(survivals, lengths, strict=True)])
         self._drafted = [self._guide(c.seq) for c, length in zip(chunks, lengths, strict=True) if length]
         self._methods = {guided.seq.sid: guided.method for guided in self._drafted}
         return [proposal.ids[:length] for proposal, length in zip(proposals, lengths, strict=True)]
+
+    def _is_awake(self, seq: Sequence) -> bool:
+        guided = self._guided.get(seq.sid)
+        return guided is None or guided.seq is not seq or len(seq.token_ids) >= guided.naps_until
+
+    def _weigh(self, chunks: Seq[Chunk], expected: Seq[float]) -> None:
+        for chunk, num_expected in zip(chunks, expected, strict=True):
+            if chunk.sample and self._is_awake(chunk.seq) and self._most(chunk.seq):
+                self._guide(chunk.seq).weigh(num_expected)
 
     def _choose(self, survivals: Seq[Seq[float]], num_sampled: int, num_rows: int, num_free: int) -> list[int]:
         cost = self._cost
@@ -146,6 +174,8 @@ class Speculator:
         return choose_fairly(survivals, num_sampled, num_rows, num_free, cost.relative, max_cost)
 
     def expects(self, sequences: Seq[Sequence], most: Seq[int], num_free: int) -> bool:
+        if not any(map(self._is_awake, sequences)):
+            return False
         self._read(sequences)
         survivals = [self._propose(seq, 1 + n)[1][1:] if n else [] for seq, n in zip(sequences, most, strict=True)]
         if not any(survivals):
@@ -153,7 +183,10 @@ class Speculator:
         return any(self._choose(survivals, len(sequences), len(sequences), num_free))
 
     def observe(self, chunks: Seq[Chunk], drawn: Seq[Drawn], seconds: float) -> None:
-        """What a step has drawn, as far as it counts, and how long it took."""
+        """What a step has drawn, as far as it counts, and how long it took. Without drafts some are enough."""
+        self._num_steps += 1
+        if self._num_steps % PLAIN_STEPS_SEEN and not any(c.draft_ids for c in chunks):
+            return
         saved = 0.0
         if all(c.sample and c.count == 1 for c in chunks):
             num_rows = sum(c.num_rows for c in chunks)
@@ -181,7 +214,8 @@ class Speculator:
     def _read(self, sequences: Seq[Sequence]) -> None:
         """On, those with the least to read first."""
         left = READ_TOKENS
-        readers = [g for g in (self._guide(s) for s in sequences if self._most(s)) if not g.is_given_up]
+        awake = [self._guide(s) for s in sequences if self._most(s) and self._is_awake(s)]
+        readers = [guided for guided in awake if not guided.is_given_up]
         for guided in sorted(readers, key=lambda g: g.num_unread):
             left -= guided.read(left)
             if guided.num_indexed > MAX_INDEXED_TOKENS:
@@ -198,7 +232,7 @@ class Speculator:
         if most == 0:
             return NOTHING, []
         guided = self._guide(seq)
-        if guided.is_given_up or guided.num_unread or len(seq.token_ids) < guided.held_until:
+        if guided.is_given_up or guided.num_unread or len(seq.token_ids) < max(guided.held_until, guided.naps_until):
             return NOTHING, []
         best: tuple[Proposal, list[float]] = NOTHING, []
         for source in guided.sources:

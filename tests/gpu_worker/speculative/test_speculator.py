@@ -106,6 +106,28 @@ def test_text_that_repeats_by_chance_alone_costs_next_to_nothing(config: Specula
     assert simulation.num_draft_rows / simulation.num_steps < 0.1 * num_sequences
 
 
+def test_text_of_which_little_is_guessed_is_read_in_pieces_until_it_repeats(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each look at it is paid for; what is worth guessing is missed for a few tokens only."""
+    reads: list[int] = []
+    read = speculator_module._Guided.read
+
+    def counted(guided: Any, most: int) -> int:
+        reads.append(read(guided, most))
+        return reads[-1]
+
+    monkeypatch.setattr(speculator_module._Guided, "read", counted)
+    simulation, rng = Simulation(Speculator(SUFFIX)), random.Random(3)
+    seq, new = make_sequence(words(rng, 150)), words(rng, 400)
+    simulation.run([seq], [new])
+    assert len(reads) < 90 and max(reads[1:]) == 1 + speculator_module.MAX_NAP_TOKENS
+    reads.clear()
+    again = make_sequence([*words(rng, 5), *new])
+    copied = [*words(rng, 100), *new]
+    before = simulation.num_steps
+    simulation.run([again], [copied])
+    assert simulation.num_steps - before < 100 + 400 / 5
+
+
 @pytest.mark.parametrize("num_sequences", [8, 16, 32])
 def test_a_batch_in_which_rows_cost_what_they_are_is_not_drafted_for_at_a_loss(num_sequences: int) -> None:
     """Though its text often goes on for a few tokens as it did before."""
