@@ -169,6 +169,7 @@ class Answer:
             num_prompt_tokens, sum(c.num_tokens for c in choices), self._generation.cached_tokens(),
             num_accepted=sum(c.prediction.num_accepted for c in choices),
             num_rejected=sum(c.prediction.num_rejected for c in choices),
+            num_reasoning=sum(c.num_reasoning_tokens for c in choices),
         )  # fmt: skip
 
 

@@ -35,6 +35,11 @@ class AnswerParts:
     def has_calls(self) -> bool:
         return self._tools is not None and self._tools.num_calls > 0
 
+    @property
+    def num_reasoning_chars(self) -> int:
+        """Of all that was pushed, those of thoughts and the marks around them."""
+        return 0 if self._reasoning is None else self._reasoning.num_chars
+
     def push(self, text: str, *, last: bool = False) -> Parts:
         """What is certain with this text; last: no more will come."""
         thoughts = ""

@@ -1,4 +1,4 @@
-"""What a request asks for in numbers: choices, temperature, log-probabilities of what it draws and of its prompt. *Pure.*"""
+"""What a request asks for in numbers: choices, temperature, log-probabilities of its answer and its prompt. *Pure.*"""
 
 from __future__ import annotations
 

@@ -8,6 +8,7 @@ another one. Tokens after the end are neither shown nor counted. Knows nothing o
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -101,6 +102,8 @@ class ChoiceStream:
         self._first = tuple(prompt_ids[:1]) if sampling.prompt_logprobs is not None else ()
         self._echo = echo_pieces(tokenizer, prompt_ids) if text.echo else []
         self._num_echoed = 0  # characters
+        self._token_ends: list[int] = []  # characters up to each token, where thoughts are told apart
+        self._keeps_ends = bool(text.reasoning_format)
         self._echoed: list[str] = []
         self._prompt: list[TokenLogprob] = []
         self._logprobs: list[TokenLogprob] = []
@@ -109,6 +112,12 @@ class ChoiceStream:
     @property
     def num_tokens(self) -> int:
         return max(0, self.position)
+
+    @property
+    def num_reasoning_tokens(self) -> int:
+        """Those in which a character of thoughts, or of the marks around them, begins."""
+        num_chars = self._parts.num_reasoning_chars
+        return min(len(self._token_ends), bisect_left(self._token_ends, num_chars) + 1) if num_chars else 0
 
     def open(self) -> list[Delta]:
         """What the client sees before anything is committed: the echoed prompt, but what log-probabilities are to come
@@ -199,6 +208,8 @@ class ChoiceStream:
             self.finish_reason = "stop"
         elif last:
             self.finish_reason = chunk.finish if closes else "length"
+        if self._keeps_ends:
+            self._token_ends.append(self._visible.num_chars)
         return self.finish_reason is not None
 
     def _emit(self, *, ended_without_token: bool = False) -> list[Delta]:

@@ -34,18 +34,22 @@ def of_template(source: str) -> ReasoningFormat | None:
 
 
 class ReasoningSplitter:
-    """begun: whether the prompt has opened the thoughts."""
+    """begun: whether the prompt has opened the thoughts. num_chars: how much of the text so far is thoughts, with the
+    marks around them."""
 
     def __init__(self, row: ReasoningFormat, begun: bool) -> None:
         self._row = row
         self._state: Literal["before", "thinking", "between", "answer"] = "thinking" if begun else "before"
         self._held = ""
         self._has_thoughts = False
+        self._num_pushed = 0
+        self.num_chars = 0
 
     def push(self, text: str, *, last: bool = False) -> tuple[str, str]:
         """Thoughts, and text of the answer, that are certain with this text; last: no more will come."""
         thoughts, answer = "", ""
         self._held += text
+        self._num_pushed += len(text)
         if self._state == "before":
             answer = self._before(last)
         if self._state == "thinking":
@@ -71,7 +75,9 @@ class ReasoningSplitter:
         thoughts, found, rest = self._held.partition(self._row.end)
         if found:
             self._state, self._held = "between", rest
+            self.num_chars = self._num_pushed - len(rest)
         else:
+            self.num_chars = self._num_pushed
             num_held = 0 if last else _num_begun(thoughts, self._row.end)
             thoughts, self._held = thoughts[: len(thoughts) - num_held], thoughts[len(thoughts) - num_held :]
         if not self._has_thoughts:

@@ -34,8 +34,10 @@ class PromptTokensDetails(Shape):
 
 
 class CompletionTokensDetails(Shape):
-    """Of the tokens of `prediction`: those that came where they were expected, and the others."""
+    """reasoning_tokens: of thoughts, with the marks around them. The others are those of `prediction`: which came where
+    they were expected, and which did not."""
 
+    reasoning_tokens: int
     accepted_prediction_tokens: int
     rejected_prediction_tokens: int
 

@@ -21,7 +21,7 @@ from services.gateway.tool_parser import CallPart
 
 def usage(
     num_prompt_tokens: int, num_completion_tokens: int, cached_tokens: int, *, num_accepted: int = 0,
-    num_rejected: int = 0,
+    num_rejected: int = 0, num_reasoning: int = 0,
 ) -> Json:  # fmt: skip
     """The prompt counts once a prompt, tokens once a choice, and so do those of its prediction."""
     return {
@@ -30,6 +30,7 @@ def usage(
         "total_tokens": num_prompt_tokens + num_completion_tokens,
         "prompt_tokens_details": {"cached_tokens": cached_tokens},
         "completion_tokens_details": {
+            "reasoning_tokens": num_reasoning,
             "accepted_prediction_tokens": num_accepted,
             "rejected_prediction_tokens": num_rejected,
         },

@@ -49,7 +49,8 @@ async def test_a_prediction_changes_no_answer_and_usage_says_how_much_came_true(
         answer = await client.ask(chat("guess what", prediction=prediction, **USAGE, **more))
         assert answer.text == plainly.text and answer.usage and plainly.usage
         assert answer.usage["completion_tokens_details"] == {
-            "accepted_prediction_tokens": answer.usage["completion_tokens"], "rejected_prediction_tokens": 0,
+            "reasoning_tokens": 0, "accepted_prediction_tokens": answer.usage["completion_tokens"],
+            "rejected_prediction_tokens": 0,
         }  # fmt: skip
     wrong = await client.ask(chat("guess what", prediction={"type": "content", "content": "~~~"}, **USAGE))
     assert wrong.text == plainly.text and wrong.usage

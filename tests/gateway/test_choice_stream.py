@@ -286,3 +286,23 @@ def test_the_worker_may_end_a_choice_without_a_token() -> None:
     stream = Request(stop=("abc",), stop_ids=()).stream()
     assert stream.feed(TokenChunk(first=0, ids=(3,))) == []  # "ab" is held back
     assert stream.feed(TokenChunk(first=1, ids=(), finish="length")) == [Delta("ab", 1, finish_reason="length")]
+
+
+@pytest.mark.parametrize(
+    ("begun", "pieces", "num"),
+    [
+        (True, ["a", "b", "</think>", "a", "b"], 3),
+        (True, ["a", "b", "</", "think>a", "b"], 4),  # one token may be both
+        (False, ["<think>", "a", "</think>", "a"], 3),
+        (False, ["a", "b"], 0),
+        (True, ["a", "b"], 2),
+    ],
+)
+def test_tokens_of_thoughts_are_counted_however_the_answer_was_cut(begun: bool, pieces: list[str], num: int) -> None:
+    tokenizer = tiny_tokenizer([piece.encode() for piece in pieces])
+    text = TextParams(api="chat", reasoning_format="deepseek_r1", reasoning_begun=begun)
+    for cut in range(len(pieces)):
+        stream = ChoiceStream(text, SamplingParams(max_tokens=len(pieces), seed=0), tokenizer)
+        for part in chunks(list(range(len(pieces))), [cut], ""):
+            stream.feed(part)
+        assert stream.finish_reason == "length" and stream.num_reasoning_tokens == num

@@ -34,6 +34,19 @@ def test_thoughts_and_answers(text: str, begun: bool, thoughts: str, answer: str
         assert read(pieces, begun) == (thoughts, answer), pieces
 
 
+@pytest.mark.parametrize(
+    ("text", "begun", "num_chars"),
+    [("<think>ab</think>\nyes", False, 17), ("ab</think>yes", True, 10), ("<think>ab", False, 9), ("yes", False, 0),
+     ("<th", False, 0), ("", True, 0), (" <think></think>x</think>", False, 16)],
+)  # fmt: skip
+def test_how_much_of_a_text_is_thoughts(text: str, begun: bool, num_chars: int) -> None:
+    for pieces in ([text], list(text), *(cuts(text, seed) for seed in range(20))):
+        splitter = ReasoningSplitter(reasoning.BY_NAME["deepseek_r1"], begun)
+        for piece in [*pieces, ""]:
+            splitter.push(piece)
+        assert splitter.num_chars == num_chars, pieces
+
+
 def test_formats_are_known_by_their_template() -> None:
     for row in reasoning.FORMATS:
         assert reasoning.of_template(f"{{{{ content.split('{row.end}')[-1] }}}}") == row
