@@ -144,6 +144,14 @@ class GenerationRequest(Request):
         "truncate_prompt_tokens": (),
         "kv_transfer_params": (),
         "vllm_xargs": (),
+        "repetition_detection": (),
+        # other servers' samplers, grammars and adapters: names that their clients send
+        **dict.fromkeys(
+            ("min_new_tokens", "mirostat", "dry_multiplier", "xtc_probability", "dynatemp_range"), (0, 0.0)
+        ),
+        **dict.fromkeys(("typical_p", "repeat_penalty"), (1.0, 1)),
+        **dict.fromkeys(("ebnf", "regex", "grammar", "json_schema", "custom_logit_processor"), ()),
+        **dict.fromkeys(("lora_path", "adapter_id", "lora"), ()),
     }
     n: Annotated[Int, Field(ge=1, le=MAX_CHOICES)] | None = None
     max_tokens: Annotated[Int, Field(ge=0, le=MAX_TOKENS)] | None = None
@@ -186,6 +194,7 @@ class ChatCompletionRequest(GenerationRequest):
     UNSUPPORTED: ClassVar[dict[str, tuple[Any, ...]]] = {
         **GenerationRequest.UNSUPPORTED,
         "functions": ([],),
+        "verbosity": ("medium",),
         "function_call": ("none",),
         "modalities": (["text"],),
         "audio": (),
