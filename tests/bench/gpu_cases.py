@@ -15,9 +15,11 @@ from kernels.gumbel import NoiseKey
 from kernels.kv_cache import KvCache, kv_store
 from kernels.log_sums import log_sums
 from kernels.matmul import matmul, prepare
+from kernels.matmul_w8a8 import ScaledWeight
 from kernels.planar_weight import GroupedCodes
 from kernels.rms_norm import rms_norm
 from kernels.sample_tokens import TokenChoice
+from kernels.scaled_rows import scale_rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +52,7 @@ class Case:
     error: float
     num_bytes: int
     num_flops: int = 0
+    goal: float = 0.0  # of the floor
 
 
 def cases(sizes: Sizes, device: torch.device, dtype: torch.dtype) -> Iterator[Case]:
@@ -99,12 +102,17 @@ def _product_cases(sizes: Sizes, rows: int, randn: Randn, error: float) -> Itera
     groups = max(1, sizes.hidden // 128)
     int4 = GroupedCodes(4, codes, torch.full((w.shape[0], groups), sizes.hidden**-0.5, device=x.device), centre=8)
     flops = 2 * rows * w.numel()
+    codes8 = scale_rows(w.float().cpu(), torch.float8_e4m3fn)
+    fp8 = ScaledWeight(codes8.q.to(x.device), codes8.scale.t().contiguous().to(x.device))
+    goals = {"int4": 0.7 if rows <= 16 else 0.0, "fp8": 0.8 if rows <= 64 else 0.0}
     for name, prepared, plain in (
-        ("dense", prepare(w, x.dtype, x.device), w), ("int4", prepare(int4, x.dtype, x.device), int4.values())
+        ("dense", prepare(w, x.dtype, x.device), w), ("int4", prepare(int4, x.dtype, x.device), int4.values()),
+        ("fp8", fp8, fp8.values()),
     ):  # fmt: skip
         moved = prepared.num_bytes + _bytes(x) + rows * w.shape[0] * x.element_size()
         yield Case(
-            f"matmul {name} {rows}", partial(matmul, x, prepared), partial(_product, x, plain), error, moved, flops,
+            f"matmul {name} {rows}", partial(matmul, x, prepared), partial(_product, x, plain),
+            0.05 if name == "fp8" else error, moved, flops, goals.get(name, 0.0),
         )  # fmt: skip
 
 
@@ -147,7 +155,7 @@ def _attention_case(name: str, sizes: Sizes, batch: int, rows: int, randn: Randn
     seen = batch * rows * (length - rows / 2) * sizes.heads * sizes.dim
     return Case(
         f"attention {name}, {batch} x {length}", lambda: attention(q, cache, made, options), want, error,
-        keys + 2 * _bytes(q), int(4 * seen),
+        keys + 2 * _bytes(q), int(4 * seen), 0.8 if rows == 1 else 0.0,
     )  # fmt: skip
 
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from shared.settings import current_environ
+from tests.bench.gpu import Row, collected
 
 
 @pytest.mark.slow
@@ -23,5 +25,21 @@ def test_all_of_it_runs_at_tiny_sizes(interpreted: str, tmp_path: Path) -> None:
     rows = json.loads((tmp_path / "gpu.json").read_text())["rows"]
     assert rows[0]["what"] == "ceilings" and not any(row.get("failed") for row in rows)
     named = " ".join(row["what"] for row in rows)
-    for what in ("rms_norm", "matmul int4", "attention draft of 8", "draw top-p", "decode, batch", "alone and among"):
+    for what in (
+        "rms_norm", "matmul int4", "matmul fp8", "attention draft of 8", "draw top-p", "decode, batch",
+        "alone and among", "cuBLAS", "SDPA", "8 rows, batch", "speculation ngram", "stack, 8 at a time",
+    ):  # fmt: skip
         assert what in named and what in done.stdout
+    assert (tmp_path / "gpu.md").read_text().count("\n| ") == len(rows) + 1
+
+
+def test_a_section_that_fails_or_comes_too_late_costs_no_other() -> None:
+    def fails() -> Iterator[Row]:
+        yield {"what": "before"}
+        raise RuntimeError("no such card\nand more")
+
+    rows = collected([("a", lambda: [{"what": "one"}]), ("b", fails)], 1.0)
+    assert rows == [
+        {"what": "one"}, {"what": "before"}, {"what": "b", "failed": True, "note": "RuntimeError: no such card"},
+    ]  # fmt: skip
+    assert collected([("a", fails)], 0.0) == [{"what": "a", "note": "left out: the time was over"}]
