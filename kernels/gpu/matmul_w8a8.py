@@ -94,7 +94,9 @@ def matmul_w8a8_triton(
 ) -> torch.Tensor:
     """With routing W has the rows of all experts, and x a row for each token or for each pair."""
     columns, rows, kind = x.q.shape[1], weight.out_features, carrier(weight.q.dtype)
-    plan = plan_of(x.q, rows_of(rows, routing), columns, GROUP, to, routing)
+    form = _format(x.q, weight.q.dtype)
+    few = form == E4M3_AS_HALVES and target_of(x.q).multiplies_by_warp  # what they are made of takes registers
+    plan = plan_of(x.q, rows_of(rows, routing), columns, GROUP, to, routing, most=32 if few else 64)
     args = (
         x.q.contiguous().view(kind), x.scale.contiguous(), weight.q.view(kind), weight.scale, rows, columns,
         plan.splits.columns,
@@ -102,7 +104,7 @@ def matmul_w8a8_triton(
     plan.launch(
         _matmul_w8a8_kernel, args, bias=bias, stage_bytes=(plan.tile.rows + plan.tile.tokens) * GROUP,
         unfused=weight.group is None,  # a product with a scale is rounded before it is added, by whichever kernel
-        CHOICES=choices_of(x.q, routing), COLUMNS=GROUP, FORMAT=_format(x.q, weight.q.dtype),
+        CHOICES=choices_of(x.q, routing), COLUMNS=GROUP, FORMAT=form,
         GROUPED=weight.group is not None,
     )  # fmt: skip
     return plan.y

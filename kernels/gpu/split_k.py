@@ -93,7 +93,7 @@ def plan_of(
     y = torch.empty(num_tokens, num_rows, dtype=to, device=x.device)
     splits = splits_of(num_rows, num_columns, unit)
     tokens = min(most, max(16, triton.next_power_of_2(num_tokens))) if routing is None else routing.tile_tokens
-    tile = Tile(64, tokens, 4)
+    tile = Tile(64, tokens, 8 if routing is not None and tokens == 64 else 4)
     if x.dtype == torch.float32:  # multiplied without matrix units, from registers
         tokens = min(tokens, 64)
         tile = Tile(64, tokens, 8 if tokens == 64 else 4)
