@@ -6,6 +6,7 @@ Like `engine.TorchEngine` in everything but speed and rounding: products take ac
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import replace
 from pathlib import Path
@@ -32,17 +33,21 @@ from services.gpu_worker.variant import native_variant
 from services.gpu_worker.weights.loader import Progress, open_source
 from services.gpu_worker.weights.native_loader import load_native_weights, return_freed_memory
 
+TellTaps = Callable[[Seq[Chunk], torch.Tensor], None]
 BLOCK_SIZES = (1, 2, 4, 8, 16, 32, 48, 64, 128, 256)
 
 
 class NativeStep:
-    def __init__(self, decoder: NativeDecoder, chunks: Seq[Chunk], inputs: NativeInputs, run: NativeRun) -> None:
+    def __init__(
+        self, decoder: NativeDecoder, chunks: Seq[Chunk], inputs: NativeInputs, run: NativeRun, tell: TellTaps | None
+    ) -> None:
         # alone, a sequence gains less than two wake-ups a step cost
         self.may_be_followed = len(chunks) > 1 and not (inputs.host_samples or any(c.draft_ids for c in chunks))
         self.samples = {id(chunks[i].seq): n for n, i in enumerate(inputs.sample_chunks) if chunks[i].sample}
         self._decoder = decoder
         self._chunks = chunks  # also keeps the sequences, and so their ids
         self._inputs = inputs
+        self._tell = tell
         self.run = run
 
     @property
@@ -55,6 +60,8 @@ class NativeStep:
     def results(self) -> list[Drawn]:
         inputs, chunks = self._inputs, self._chunks
         tokens = [SampledToken(token_id) if token_id >= 0 else None for token_id in self.run.wait()]
+        if self._tell is not None and self.run.taps is not None:
+            self._tell(chunks, self.run.taps)
         rows = [n for n in inputs.host_samples if tokens[n] is not None]
         if rows:
             draws = draws_of(chunks, inputs.sample_chunks)
@@ -74,6 +81,12 @@ class NativeEngine:
         self.decoder = decoder
         self._geometry = geometry
         self._before: NativeStep | None = None
+        self._tell_taps: TellTaps | None = None
+
+    def tap(self, layers: tuple[int, ...], tell: TellTaps) -> None:
+        """From now on tells, of each step that has ended, what these layers read for its rows, as `hidden_rows` has it.
+        In the thread that takes the step's results."""
+        self.decoder.tap_layers, self._tell_taps = layers, tell
 
     @classmethod
     def load(
@@ -133,7 +146,7 @@ class NativeEngine:
         inputs = build_native_inputs(chunks, self._geometry)
         with memory_errors():
             run = self.decoder.run(inputs)
-        return NativeStep(self.decoder, chunks, inputs, run).results()
+        return NativeStep(self.decoder, chunks, inputs, run, self._tell_taps).results()
 
     def begin(self, chunks: Seq[Chunk]) -> NativeStep:
         """As `OverlappingEngine.begin`."""
@@ -141,7 +154,7 @@ class NativeEngine:
         inputs = build_native_inputs(chunks, self._geometry, before.samples if before else None)
         with memory_errors():
             run = self.decoder.begin(inputs, before.run if before else None)
-        self._before = NativeStep(self.decoder, chunks, inputs, run)
+        self._before = NativeStep(self.decoder, chunks, inputs, run, self._tell_taps)
         return self._before
 
     def hidden_rows(self, chunk: Chunk, layers: tuple[int, ...]) -> torch.Tensor:

@@ -33,13 +33,23 @@ from services.gpu_worker.weights.native_loader import NativeLayer, NativeLinear,
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """taps [rows, taps, hidden_size]: of the tokens from `first` on, up to the last but one of the sequence. count: of
-    guesses, which must have slots but for the last."""
+    """taps [rows, taps, hidden_size]: of the tokens from `first` on, up to the last but one if something is to be
+    guessed. count: of guesses, which must have slots but for the last; 0 where the head only catches up.
+    base: of its slots, the first that the head has computed, at the beginning of a block."""
 
     seq: Sequence
     first: int
     taps: torch.Tensor
     count: int
+    base: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Guess:
+    """logprob: what the head gave it."""
+
+    token_id: int
+    logprob: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,22 +145,27 @@ class NativeEagle:
             block_size=block_size, max_model_len=max_model_len,
         )  # fmt: skip
         self._decoder.tap_layers = (1,)  # what its layer leaves: the next row
+        ids = weights.decoder.token_ids
+        self._places = torch.arange(config.layer.vocab_size)  # of tokens, in the draft vocabulary
+        if ids is not None:
+            self._places[ids.long()] = torch.arange(len(ids))
 
-    def guess(self, wanted: Seq[Wanted]) -> list[list[int]]:
+    def guess(self, wanted: Seq[Wanted]) -> list[list[Guess]]:
         """Tokens that may follow each; fewer than asked for where the head has come to no number."""
-        found: list[list[int]] = [[] for _ in wanted]
+        found: list[list[Guess]] = [[] for _ in wanted]
         alive = list(range(len(wanted)))
         spans = [(w.first, len(w.taps)) for w in wanted]
-        tokens = [token for w in wanted for token in w.seq.token_ids[w.first + 1 :]]
+        tokens = [token for w in wanted for token in w.seq.token_ids[w.first + 1 : w.first + 1 + len(w.taps)]]
         rows = self._first_rows(tokens, torch.cat([w.taps for w in wanted]).flatten(1))
-        for place in range(max(w.count for w in wanted)):
-            drawn, left = self._step([wanted[i].seq for i in alive], spans, tokens, rows, place)
+        for place in range(max(1, *(w.count for w in wanted))):
+            guesses, left = self._step([wanted[i] for i in alive], spans, tokens, rows, place)
             for n, i in enumerate(alive):
-                found[i] += [drawn[n]] if drawn[n] >= 0 else []
+                if wanted[i].count and guesses[n].token_id >= 0:
+                    found[i].append(guesses[n])
             going = [n for n, i in enumerate(alive) if wanted[i].count > place + 1 == len(found[i])]
             if not going:
                 break
-            alive, tokens = [alive[n] for n in going], [drawn[n] for n in going]
+            alive, tokens = [alive[n] for n in going], [guesses[n].token_id for n in going]
             spans = [(len(wanted[i].seq.token_ids) - 1 + place, 1) for i in alive]
             rows = self._later_rows(tokens, left[going])
         return found
@@ -178,18 +193,22 @@ class NativeEagle:
         return rows if norm is None else rms_norm(rows, norm[: layer.hidden_size], layer.norm_eps)
 
     def _step(
-        self, sequences: Seq[Sequence], spans: Seq[tuple[int, int]], tokens: list[int], rows: torch.Tensor, place: int
-    ) -> tuple[list[int], torch.Tensor]:
-        """spans: first slot and number of each sequence's rows. What its last row draws, and leaves."""
-        run = self._decoder.run(self._inputs(sequences, spans, tokens, place), rows)
+        self, wanted: Seq[Wanted], spans: Seq[tuple[int, int]], tokens: list[int], rows: torch.Tensor, place: int
+    ) -> tuple[list[Guess], torch.Tensor]:
+        """spans: first slot and number of each one's rows. What its last row draws, and leaves."""
+        run = self._decoder.run(self._inputs(wanted, spans, tokens, place), rows)
         drawn = run.wait()
         assert run.taps is not None
         ends = list(itertools.accumulate(count for _, count in spans))
-        return drawn, run.taps[[end - 1 for end in ends], 0]
+        return self._guesses(drawn, run.logits), run.taps[[end - 1 for end in ends], 0]
 
-    def _inputs(
-        self, sequences: Seq[Sequence], spans: Seq[tuple[int, int]], tokens: list[int], place: int
-    ) -> NativeInputs:
+    def _guesses(self, drawn: list[int], logits: torch.Tensor) -> list[Guess]:
+        places = self._places[torch.tensor(drawn)]  # of -1 any
+        logprobs = logits[range(len(drawn)), places] - logits.logsumexp(-1)
+        return [Guess(token_id, logprob) for token_id, logprob in zip(drawn, logprobs.tolist(), strict=True)]
+
+    def _inputs(self, wanted: Seq[Wanted], spans: Seq[tuple[int, int]], tokens: list[int], place: int) -> NativeInputs:
+        """Positions count from the base on: only their differences are seen."""
         size, row = self._block_size, 0
         positions: list[int] = []
         row_blocks: list[int] = []
@@ -197,12 +216,12 @@ class NativeEagle:
         block_ids: list[int] = []
         samples: list[int] = []
         noise: dict[int, Noise] = {}
-        for number, (seq, (first, count)) in enumerate(zip(sequences, spans, strict=True)):
-            end = first + count
-            native += (row, count, first, len(block_ids))
-            positions += range(first, end)
-            row_blocks += [seq.block_ids[position // size] for position in range(first, end)]
-            block_ids += seq.block_ids[: -(-end // size)]
+        for number, (own, (first, count)) in enumerate(zip(wanted, spans, strict=True)):
+            seq, end = own.seq, first + count
+            native += (row, count, first - own.base, len(block_ids))
+            positions += range(first - own.base, end - own.base)
+            row_blocks += [seq.block_ids[slot // size] for slot in range(first, end)]
+            block_ids += seq.block_ids[own.base // size : -(-end // size)]
             row += count
             samples.append(row - 1)
             if seq.params.temperature >= GREEDY_BELOW:

@@ -66,7 +66,7 @@ def guesses(engine: NativeEngine, folder: Path, kind: str = "eagle3") -> list[li
     for text in prompts(4, low=6):
         seq = runner.sequence(text, 5)
         wanted.append(Wanted(seq, 0, read_rows(engine, text, config.tap_layers)[:-1], 4))
-    return eagle.guess(wanted)
+    return [[guess.token_id for guess in found] for found in eagle.guess(wanted)]
 
 
 def test_names_are_the_published_ones(engine: NativeEngine, model: Path, tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import torch
 from kernels.gumbel import NoiseKey, gumbel_noise_at
 from services.gpu_worker.batch import Sequence
 from services.gpu_worker.native_engine import NativeEngine
-from services.gpu_worker.speculative.native_eagle import NativeEagle, Wanted, load_eagle
+from services.gpu_worker.speculative.native_eagle import Guess, NativeEagle, Wanted, load_eagle
 from services.gpu_worker.training.eagle import EagleHead, Passes
 from services.gpu_worker.training.trainer import Target
 from tests.gpu_worker.head_models import load_tiny, published, read_rows
@@ -24,6 +24,10 @@ def loaded(engine: NativeEngine, kind: str, folder: Path) -> NativeEagle:
     info = engine.info
     return NativeEagle(config, weights, engine.decoder, num_blocks=info.num_blocks, block_size=info.block_size,
                        max_model_len=info.max_model_len)  # fmt: skip
+
+
+def ids_in(guesses: list[Guess]) -> list[int]:
+    return [guess.token_id for guess in guesses]
 
 
 @torch.no_grad()
@@ -57,11 +61,13 @@ def test_greedy_guesses_are_as_good_to_the_module_as_its_own(tmp_path: Path, kin
     behind = []
     for text in prompts(12, seed=5):
         seq = runner.sequence(text, 6)
-        guesses = eagle.guess([wanted(engine, seq, eagle.config.tap_layers, 4)])[0]
+        guesses = ids_in(eagle.guess([wanted(engine, seq, eagle.config.tap_layers, 4)])[0])
         assert len(guesses) == 4
         rows = read_rows(engine, text, eagle.config.tap_layers)
         logits = chain_logits(head, target, text, rows, guesses[:-1])
         places = torch.searchsorted(target.token_ids, torch.tensor(guesses))
+        found = eagle.guess([wanted(engine, seq, eagle.config.tap_layers, 4)])[0]
+        assert found[0].logprob == pytest.approx(float(logits[0].log_softmax(-1)[places[0]]), abs=0.2)
         behind.append((logits.amax(-1) - logits[range(4), places]) / logits.std(-1))
         runner.free(seq)
     assert torch.stack(behind).mean() < 0.03 and torch.stack(behind).max() < 0.5
@@ -94,10 +100,23 @@ def test_what_is_drawn_has_the_noise_of_its_token_and_position(tmp_path: Path, k
     num_equal = 0
     for number, text in enumerate(prompts(20, seed=6)):
         seq = runner.sequence(text, 4, choice=1, temperature=2.0, seed=number)
-        guess = eagle.guess([wanted(engine, seq, eagle.config.tap_layers, 1)])[0][0]
+        guess = eagle.guess([wanted(engine, seq, eagle.config.tap_layers, 1)])[0][0].token_id
         rows = read_rows(engine, text, eagle.config.tap_layers)
         logits = chain_logits(head, target, text, rows, [])[0]
         noise = gumbel_noise_at([NoiseKey(seed=number, position=0, choice=1)], [target.token_ids])[0]
         num_equal += guess == int(target.token_ids[(logits / 2.0 + noise).argmax()])
         runner.free(seq)
     assert num_equal >= 16
+
+
+def test_a_head_may_begin_at_any_block(tmp_path: Path) -> None:
+    """Where it has not seen the first blocks of a text, it reads the rest as if that began there."""
+    engine = load_tiny(tmp_path / "model")
+    published("eagle3", tmp_path / "model", tmp_path / "head")
+    eagle = loaded(engine, "eagle3", tmp_path / "head")
+    runner, size = Runner(engine), engine.info.block_size
+    seq = runner.sequence(prompts(1, seed=8, low=3 * size, high=3 * size + 1)[0], 5)
+    taps = read_rows(engine, seq.token_ids, eagle.config.tap_layers)[size:-1]
+    got = eagle.guess([Wanted(seq, size, taps, 4, base=size)])
+    rest = Sequence("rest", 1, 0, seq.params, 3, seq.token_ids[size:], runner.sequence([0], 4 * size).block_ids)
+    assert eagle.guess([Wanted(rest, 0, taps, 4)]) == got
