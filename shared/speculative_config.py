@@ -8,20 +8,23 @@ from typing import Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 OFF = "none"
-NOT_YET = ("medusa", "eagle", "eagle3", "auto")
+NOT_YET = ("medusa", "auto")
+HEADS = ("eagle", "eagle3")
+MODELS = ("draft_model", *HEADS)
+KNOWN = ("ngram", "suffix", *MODELS)
 MAX_SPECULATIVE_TOKENS = 64
-OF_METHOD = {
-    "prompt_lookup_min": "ngram", "prompt_lookup_max": "ngram", "model": "draft_model", "quantization": "draft_model",
+OF_METHODS = {
+    "prompt_lookup_min": ("ngram",), "prompt_lookup_max": ("ngram",), "model": MODELS, "quantization": ("draft_model",),
 }  # fmt: skip
 
 
 class SpeculativeConfig(BaseModel):
     """num_speculative_tokens: most drafts of a sequence in a step. prompt_lookup_min, prompt_lookup_max: of `ngram`,
-    how many tokens must stand before. fleet: drafts come from other answers of the same tenant too. model,
-    quantization: of `draft_model`, as those of the served one."""
+    how many tokens must stand before. fleet: drafts come from other answers of the same tenant too. model: of
+    `draft_model`, as the served one, and of heads, a folder; quantization: of `draft_model`."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
-    method: Literal["ngram", "suffix", "draft_model"]
+    method: Literal["ngram", "suffix", "draft_model", "eagle", "eagle3"]
     num_speculative_tokens: int = Field(default=16, ge=1, le=MAX_SPECULATIVE_TOKENS)
     prompt_lookup_min: int = Field(default=2, ge=1, le=16)
     prompt_lookup_max: int = Field(default=5, ge=1, le=16)
@@ -39,13 +42,14 @@ class SpeculativeConfig(BaseModel):
     @classmethod
     def _known(cls, fields: Any) -> Any:
         if fields.get("method") in NOT_YET:
-            raise ValueError(f"method: {fields['method']} is not supported yet, only ngram, suffix and draft_model")
-        for name, method in OF_METHOD.items():
-            if name in fields and fields.get("method") != method:
-                raise ValueError(f"{name}: only the method {method} has it")
-        if fields.get("method") == "draft_model":
+            raise ValueError(f"method: {fields['method']} is not supported yet, only {', '.join(KNOWN)}")
+        for name, methods in OF_METHODS.items():
+            if name in fields and fields.get("method") not in methods:
+                only = f"only the method {methods[0]} has" if len(methods) == 1 else f"only {', '.join(methods)} have"
+                raise ValueError(f"{name}: {only} it")
+        if fields.get("method") in MODELS:
             if "fleet" in fields:
-                raise ValueError("fleet: the method draft_model does not have it")
+                raise ValueError(f"fleet: the method {fields['method']} does not have it")
             if not fields.get("model"):
                 raise ValueError("model: is missing")
         return fields

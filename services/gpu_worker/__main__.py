@@ -24,7 +24,7 @@ from services.gpu_worker import scripted_engine
 from services.gpu_worker.admission import Validate
 from services.gpu_worker.batch import Engine
 from services.gpu_worker.composer import Budget
-from services.gpu_worker.drafters import AnySpeculator, make_drafter
+from services.gpu_worker.drafters import AnySpeculator, Guesser, make_drafter
 from services.gpu_worker.failures import EngineBroken, OutOfMemory, WorkerFailure
 from services.gpu_worker.fleet_link import FleetLink
 from services.gpu_worker.grammar import Grammars
@@ -149,7 +149,7 @@ def _load(common: CommonSettings, own: WorkerSettings, device: DeviceSettings, s
     return engine, validate, cost, speculator
 
 
-def _measure(engine: Engine, draft: Engine | None, own: WorkerSettings) -> tuple[StepCost, AnySpeculator | None]:
+def _measure(engine: Engine, draft: Guesser | None, own: WorkerSettings) -> tuple[StepCost, AnySpeculator | None]:
     config = speculative_config.parse(own.speculative_config)
     try:
         return measure(engine), make_drafter(config, engine, draft, own.max_step_ms / 1000)
@@ -167,7 +167,9 @@ def _scripted(own: WorkerSettings, scripted: ScriptedSettings) -> tuple[Engine, 
         hang_on=scripted.scripted_hang_on.encode(), raise_on=scripted.scripted_raise_on.encode(),
     )  # fmt: skip
     config, info, draft = speculative_config.parse(own.speculative_config), engine.info, None
-    if config is not None and config.model:  # whose guesses are right; prompts that ask for the worst are not its own
+    if (
+        config is not None and config.method == "draft_model"
+    ):  # whose guesses are right; prompts that ask for the worst are not its own
         draft = ScriptedEngine(
             num_blocks=info.num_blocks, block_size=info.block_size, max_model_len=info.max_model_len,
             crash=lambda status: None, hang=lambda: None,
@@ -177,16 +179,19 @@ def _scripted(own: WorkerSettings, scripted: ScriptedSettings) -> tuple[Engine, 
 
 def _model(
     common: CommonSettings, own: WorkerSettings, asked: DeviceSettings
-) -> tuple[Engine, Validate, Engine | None]:
+) -> tuple[Engine, Validate, Guesser | None]:
     from services.gpu_worker.device import DeviceOptions, choose_device  # scripted needs no torch, which takes seconds
     from services.gpu_worker.draft_loading import draft_of  # needs torch too
     from services.gpu_worker.engines import load_engine  # needs torch too
     from services.gpu_worker.gpu_engine import StepLimits  # as above
+    from services.gpu_worker.heads_loading import heads_of  # as above
     from services.gpu_worker.sampler import validate  # as above
 
     device = choose_device(asked.device, own.engine)
     source = model_source.resolve(common.model, common.cache_dir)
     draft = draft_of(own, own.engine, _num_threads(own), common.cache_dir, device is not None)
+    heads = heads_of(own, source.path, common.cache_dir)
+    more = draft or heads
     with tqdm(desc=f"Loading {source.name}", unit_scale=True, disable=None) as bar:
 
         def show(num_done: int, num_total: int) -> None:
@@ -200,8 +205,10 @@ def _model(
             model_impl=own.model_impl, quantization=own.quantization, device=device,
             limits=StepLimits(*own.most_in_a_step(device is not None), asked.gpu_memory_utilization),
             options=DeviceOptions(asked.dtype, asked.enforce_eager, asked.deterministic),
-            needs_device=asked.device == "cuda", progress=show, draft_block_bytes=draft.block_bytes() if draft else 0,
+            needs_device=asked.device == "cuda", progress=show, draft_block_bytes=more.block_bytes() if more else 0,
         )  # fmt: skip
+    if heads is not None:
+        return engine, validate, heads.load(engine)
     return engine, validate, draft.load(source, engine.info) if draft else None
 
 

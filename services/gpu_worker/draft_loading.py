@@ -59,7 +59,7 @@ class Draft:
 def draft_of(own: WorkerSettings, kind: str, num_threads: int, cache_dir: Path, on_device: bool) -> Draft | None:
     """Where `--speculative-config` names a model; that may be a download. ConfigError if it cannot guess here."""
     config = speculative_config.parse(own.speculative_config)
-    if config is None or not config.model:
+    if config is None or config.method != "draft_model":
         return None
     if on_device:
         raise ConfigError("speculative_config: method: draft_model computes on a CPU only; --device cpu serves it")

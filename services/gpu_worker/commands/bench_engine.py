@@ -21,6 +21,7 @@ from services.gpu_worker.draft_loading import draft_of
 from services.gpu_worker.drafters import make_drafter
 from services.gpu_worker.engines import load_engine
 from services.gpu_worker.gpu_engine import StepLimits
+from services.gpu_worker.heads_loading import heads_of
 from shared import model_source, settings, speculative_config
 from shared.cores import leaves_one_free, num_cores
 from shared.settings import CommonSettings, DeviceSettings, WorkerSettings
@@ -72,6 +73,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     device = choose_device(asked.device, kind)
     source = model_source.resolve(args.model or common.model, common.cache_dir)
     draft = draft_of(own, kind, threads, common.cache_dir, device is not None)
+    heads = heads_of(own, source.path, common.cache_dir)
+    more = draft or heads
     engine = load_engine(
         kind, source.path, common.cache_dir,
         kv_cache_bytes=own.kv_cache_bytes or None, block_size=own.block_size,
@@ -79,7 +82,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         device=device, needs_device=asked.device == "cuda",
         limits=StepLimits(*own.most_in_a_step(device is not None), asked.gpu_memory_utilization),
         options=DeviceOptions(asked.dtype, asked.enforce_eager, asked.deterministic),
-        model_impl=own.model_impl, draft_block_bytes=draft.block_bytes() if draft else 0,
+        model_impl=own.model_impl, draft_block_bytes=more.block_bytes() if more else 0,
     )  # fmt: skip
     lengths = [args.max_tokens]
     if args.min_tokens:
@@ -91,7 +94,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     overlap = device is not None or leaves_one_free(threads) if args.overlap is None else args.overlap
     max_step_s = own.max_step_ms / 1000
     config = speculative_config.parse(own.speculative_config)
-    drafter = make_drafter(config, engine, draft.load(source, engine.info) if draft else None, max_step_s)
+    guesser = heads.load(engine) if heads else draft.load(source, engine.info) if draft else None
+    drafter = make_drafter(config, engine, guesser, max_step_s)
     bench = EngineBench(engine, budget, max_step_s, overlap=overlap, drafter=drafter)
     bench.run(requests(2, 16, [4], engine.info.vocab_size, args.seed), 2, "continuous")  # warm-up
     for round_number in range(args.repeat):

@@ -87,7 +87,7 @@ def make(args: argparse.Namespace) -> tuple[Plan, str, int | None]:
     if memory is not None:
         return plan_card(found, limits, memory), source.name, memory
     speculation, draft = speculative_config.parse(own.speculative_config), None
-    if speculation is not None and speculation.model:
+    if speculation is not None and speculation.method == "draft_model":
         path = model_source.resolve(speculation.model, common.cache_dir).path
         draft = outline(path, speculation.quantization)
     return plan_cpu(found, limits, own.engine, draft), source.name, None

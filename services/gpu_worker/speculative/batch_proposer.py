@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from services.gpu_worker.batch import Sequence
 from services.gpu_worker.speculative.proposer import Proposal
 
 
+@runtime_checkable
 class BatchProposer(Protocol):
     """One a worker. It keeps state of its own of each sequence, as far as that is computed, under the sequence's block
     ids. All calls come from the engine's thread."""

@@ -1,0 +1,70 @@
+"""Heads that draft, as `--speculative-config` names them: on the native engine, with a KV pool of their own."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from services.gpu_worker.batch import Engine
+from services.gpu_worker.model.config import ConfigError
+from services.gpu_worker.model.native_decoder import block_bytes
+from services.gpu_worker.native_engine import NativeEngine
+from services.gpu_worker.speculative.head_config import drafting_layer, read_eagle
+from services.gpu_worker.speculative.head_proposer import HeadProposer
+from services.gpu_worker.speculative.native_eagle import NativeEagle, load_eagle
+from services.gpu_worker.weights.head_files import CONFIG
+from services.gpu_worker.weights.loader import open_source
+from services.gpu_worker.weights.safetensors import json_object
+from services.gpu_worker.weights.source import WeightsError
+from shared import model_source, speculative_config
+from shared.settings import WorkerSettings
+
+KEY = "speculative_config: model"
+
+
+@dataclass(frozen=True, slots=True)
+class Heads:
+    """What is asked for, of a model."""
+
+    folder: Path
+    kind: Literal["eagle", "eagle3"]
+    target: Path
+    block_size: int
+
+    def block_bytes(self) -> int:
+        """What each block of the target takes more."""
+        target = open_source(self.target).config
+        try:
+            config = read_eagle(json_object(self.folder / CONFIG), self.kind, target)
+        except (ConfigError, WeightsError) as e:
+            raise ConfigError(f"{KEY}: {e}") from None
+        return block_bytes(drafting_layer(config), self.block_size, "auto")
+
+    def load(self, engine: Engine) -> HeadProposer:
+        """ConfigError where they cannot draft for it."""
+        if not isinstance(engine, NativeEngine):
+            raise ConfigError(f"speculative_config: method: {self.kind} computes with native kernels on a CPU only")
+        target, info = engine.config, engine.info
+        if target.embedding_scale != 1.0 or target.logit_scale != 1.0:
+            raise ConfigError(f"speculative_config: method: {self.kind} knows no scaled embedding and no scaled logits")
+        try:
+            config, weights = load_eagle(self.folder, self.kind, target, engine.decoder.weights)
+        except (ConfigError, WeightsError) as e:
+            raise ConfigError(f"{KEY}: {e}") from None
+        head = NativeEagle(config, weights, engine.decoder, num_blocks=info.num_blocks, block_size=info.block_size,
+                           max_model_len=info.max_model_len)  # fmt: skip
+        proposer = HeadProposer(head, info.block_size)
+        engine.tap(config.tap_layers, proposer.take)
+        return proposer
+
+
+def heads_of(own: WorkerSettings, target: Path, cache_dir: Path) -> Heads | None:
+    """Where the method is one of heads; that may be a download."""
+    config = speculative_config.parse(own.speculative_config)
+    if config is None or config.method not in speculative_config.HEADS:
+        return None
+    source = model_source.resolve(config.model, cache_dir)
+    if source.kind != "hf":
+        raise ConfigError(f"{KEY}: {config.model} is not a folder with {CONFIG} and safetensors files")
+    return Heads(source.path, "eagle3" if config.method == "eagle3" else "eagle", target, own.block_size)

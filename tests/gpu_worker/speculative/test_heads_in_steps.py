@@ -1,0 +1,199 @@
+"""Heads beside a model, through the engine's loop: the text is that without, whatever they guess."""
+
+from __future__ import annotations
+
+import ctypes
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from services.gpu_worker.batch import Chunk, Sequence
+from services.gpu_worker.composer import Budget
+from services.gpu_worker.drafters import make_drafter
+from services.gpu_worker.engine_thread import EngineLoop
+from services.gpu_worker.heads_loading import Heads, heads_of
+from services.gpu_worker.model.config import ConfigError
+from services.gpu_worker.native_engine import NativeEngine
+from services.gpu_worker.running_set import Change, RunningSet
+from services.gpu_worker.sampler import validate
+from services.gpu_worker.speculative.head_proposer import MAX_KEPT_ROWS, HeadProposer
+from services.gpu_worker.speculative.model_speculator import ModelSpeculator
+from services.gpu_worker.speculative.native_eagle import Guess, Wanted
+from shared import settings
+from shared.protocol import SamplingParams, TokenChunk
+from shared.settings import WorkerSettings
+from shared.speculative_config import SpeculativeConfig
+from shared.wire import decode_as
+from tests.gpu_worker.any_engine import load_torch
+from tests.gpu_worker.builders import make_admission, make_admit
+from tests.gpu_worker.head_models import load_tiny, published
+from tests.gpu_worker.speculative.test_draft_model_in_steps import CONTROLS, NUM_OUTPUT
+from tests.gpu_worker.tiny_models import prompts
+
+CONFIG = SpeculativeConfig(method="eagle3", model="x", num_speculative_tokens=4)
+
+
+def run(
+    engine: NativeEngine, proposer: HeadProposer | None, texts: list[list[int]], params: list[dict[str, Any]],
+    overlap: bool,
+) -> tuple[list[TokenChunk], EngineLoop]:  # fmt: skip
+    """As `test_draft_model_in_steps.run`."""
+    drafter = ModelSpeculator(CONFIG, proposer, lambda: 0.0) if proposer else None
+    running = RunningSet(engine.info, Budget(64, 48, 16), validate, drafter)
+    loop = EngineLoop(engine, running, overlap=overlap, clock=lambda: 0.0)
+    size = -(-(max(map(len, texts)) + NUM_OUTPUT) // engine.info.block_size)
+    for n, (text, own) in enumerate(zip(texts, params, strict=True)):
+        admit = make_admit(f"r{n}.0", block_ids=range(size * n, size * (n + 1)))
+        loop.submit(Change("run", 1, admit, make_admission(text, **({"max_tokens": NUM_OUTPUT} | own))))
+        loop.step_once()
+        loop.step_once()
+    while loop.step_once():
+        pass
+    chunks = {e.sid: decode_as(TokenChunk, e.chunk) for e in running.ledger.build().entries}
+    return [chunks[f"r{n}.0"] for n in range(len(texts))], loop
+
+
+@pytest.mark.parametrize("kind", ["eagle", "eagle3"])
+@pytest.mark.parametrize("batch", [1, 16])
+def test_answers_are_the_same_as_without(tmp_path: Path, kind: str, batch: int) -> None:
+    """A head with random weights, in files with the published names."""
+    engine = load_tiny(tmp_path / "model")
+    published(kind, tmp_path / "model", tmp_path / "head")
+    texts = prompts(batch, seed=4, low=10, high=40)
+    params = [CONTROLS[(n + batch) % 5] for n in range(batch)]
+    want, _ = run(engine, None, texts, params, False)
+    proposer = Heads(tmp_path / "head", "eagle3" if kind == "eagle3" else "eagle", tmp_path / "model", 16).load(engine)
+    proposer._clock = lambda: 0.0
+    for overlap in (False, True):
+        got, loop = run(engine, proposer, texts, params, overlap)
+        assert got == want
+        drafter = loop.running.drafting.drafter
+        assert isinstance(drafter, ModelSpeculator) and drafter._num_failures == 0
+        counts = drafter.counts[CONFIG.method]
+        assert counts.num_draft_tokens > 3 * batch
+        assert not proposer._read, "everybody has left"
+
+
+class Oracle:
+    """A head that knows the answers, and checks that it is given what the target read for just these tokens."""
+
+    def __init__(self, answers: list[list[int]]) -> None:
+        self.answers = answers
+
+    def guess(self, wanted: list[Wanted]) -> list[list[Guess]]:
+        found = []
+        for own in wanted:
+            read = own.seq.token_ids[own.first : own.first + len(own.taps)]
+            assert own.taps[:, 0, 0].tolist() == [float(token) for token in read]
+            known = next(a for a in self.answers if a[: len(own.seq.token_ids)] == own.seq.token_ids)
+            ids = known[len(own.seq.token_ids) :][: own.count]
+            found.append([Guess(token, 0.0) for token in ids])
+        return found
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_head_is_given_each_token_once_and_right_guesses_save_steps(tmp_path: Path, overlap: bool) -> None:
+    engine = load_tiny(tmp_path / "model")
+    engine.decoder.tap_layers = (0,)  # what the first layer reads: embeddings
+    texts = prompts(5, seed=6, low=20, high=60)
+    want, slow = run(engine, None, texts, [CONTROLS[n] for n in range(5)], overlap)
+    answers = [[*text, *chunk.ids] for text, chunk in zip(texts, want, strict=True)]
+    proposer = HeadProposer(Oracle(answers), engine.info.block_size, lambda: 0.0)
+    weights = engine.decoder.weights.embedding
+    table = torch.empty(weights.rows, 64)
+    ids = (ctypes.c_int32 * weights.rows)(*range(weights.rows))
+    engine.decoder.native[0].weight_rows(weights.matrix(), ids, weights.rows, table.data_ptr())
+
+    def take(chunks: list[Chunk], taps: torch.Tensor) -> None:
+        tokens = torch.cdist(taps[:, 0], table).argmin(-1)
+        proposer.take(chunks, tokens.float()[:, None, None])
+
+    engine.tap((0,), take)
+    got, loop = run(engine, proposer, texts, [CONTROLS[n] for n in range(5)], overlap)
+    drafter = loop.running.drafting.drafter
+    assert isinstance(drafter, ModelSpeculator) and drafter._num_failures == 0
+    counts = drafter.counts[CONFIG.method]
+    assert got == want and counts.accepted.total() > 0.97 * counts.num_draft_tokens > 60
+    assert loop.num_steps < 0.7 * slow.num_steps
+
+
+def sequence(num_tokens: int, blocks: list[int], keys: list[bytes]) -> Sequence:
+    params = SamplingParams(max_tokens=9, temperature=0.0, seed=0)
+    return Sequence("s", 1, 0, params, num_tokens, list(range(num_tokens)), blocks, keys=keys)
+
+
+def rows(seq: Sequence, start: int, count: int) -> tuple[list[Chunk], torch.Tensor]:
+    tokens = torch.tensor(seq.token_ids[start : start + count], dtype=torch.float32)
+    return [Chunk(seq, start, count, False)], tokens[:, None, None]
+
+
+def proposed(proposer: HeadProposer, seq: Sequence, num_tokens: int = 100) -> tuple[int, ...]:
+    return proposer.propose([seq], [2], num_tokens)[0].ids
+
+
+def test_of_a_cached_prefix_the_rest_is_read_unless_the_head_knows_it() -> None:
+    asked: list[Wanted] = []
+
+    class Noting(Oracle):
+        def guess(self, wanted: list[Wanted]) -> list[list[Guess]]:
+            asked.extend(wanted)
+            return super().guess(wanted)
+
+    proposer = HeadProposer(Noting([list(range(60))]), 4, lambda: 0.0)
+    first = sequence(11, [5, 6, 7], [b"a", b"b"])
+    proposer.take(*rows(first, 0, 10))
+    assert proposer.num_behind(first) == 10
+    assert proposed(proposer, first, num_tokens=3) == () and asked[-1].count == 0, "it has read four tokens"
+    assert proposed(proposer, first) == (11, 12) and (asked[-1].first, asked[-1].base) == (4, 0)
+    proposer.forget(first)
+    second = sequence(13, [5, 6, 8, 9], [b"a", b"b"])
+    proposer.take(*rows(second, 8, 4))
+    assert proposed(proposer, second) == (13, 14) and (asked[-1].first, asked[-1].base) == (8, 0)
+    other = sequence(13, [1, 2, 3, 4], [b"c", b"d"])
+    proposer.take(*rows(other, 8, 4))
+    assert proposed(proposer, other) == (13, 14) and (asked[-1].first, asked[-1].base) == (8, 8)
+
+
+def test_who_lacks_a_token_or_another_block_has_no_guesses() -> None:
+    proposer = HeadProposer(Oracle([list(range(9000))]), 4, lambda: 0.0)
+    gap = sequence(11, [5, 6, 7], [])
+    proposer.take(*rows(gap, 0, 4))
+    proposer.take(*rows(gap, 6, 4))
+    assert proposed(proposer, gap) == () and proposed(proposer, gap) == ()
+    moved = sequence(11, [1, 2, 3], [])
+    proposer.take(*rows(moved, 0, 9))
+    assert proposed(proposer, moved, num_tokens=6) == ()
+    moved.block_ids[0] = 4
+    proposer.take(*rows(moved, 9, 1))
+    assert proposed(proposer, moved) == ()
+
+
+def test_what_is_kept_is_bounded() -> None:
+    proposer = HeadProposer(Oracle([list(range(9000))]), 4, lambda: 0.0)
+    seq = sequence(8500, list(range(2200)), [])
+    for start in range(0, 8400, 100):
+        proposer.take(*rows(seq, start, 100))
+        assert proposer._read["s"].num_kept <= MAX_KEPT_ROWS
+    assert proposed(proposer, seq) == () and proposer.num_behind(seq) > 10_000
+
+
+def test_heads_are_loaded_as_the_configuration_names_them(tmp_path: Path) -> None:
+    engine = load_tiny(tmp_path / "model")
+    published("eagle3", tmp_path / "model", tmp_path / "head")
+
+    def asked(text: str) -> Heads | None:
+        own = settings.load(WorkerSettings, {"HEADRACE_SPECULATIVE_CONFIG": text})
+        return heads_of(own, tmp_path / "model", tmp_path)
+
+    heads = asked(f'{{"method": "eagle3", "model": "{tmp_path / "head"}"}}')
+    assert heads is not None and heads.block_bytes() == heads.block_size * 2 * 2 * 16 * 2
+    assert isinstance(make_drafter(CONFIG, engine, heads.load(engine), 0.1), ModelSpeculator)
+    assert asked('{"method": "suffix"}') is None and asked("none") is None
+    with pytest.raises(ConfigError, match=r"speculative_config: method: eagle3 computes with native kernels"):
+        heads.load(load_torch(tmp_path / "model", kv_cache_bytes=8 << 20))
+    wrong = asked(f'{{"method": "eagle", "model": "{tmp_path / "head"}"}}')
+    assert wrong is not None
+    with pytest.raises(ConfigError, match=r"speculative_config: model: draft_vocab_size"):
+        wrong.block_bytes()
