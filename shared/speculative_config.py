@@ -21,7 +21,8 @@ OF_METHODS = {
 class SpeculativeConfig(BaseModel):
     """num_speculative_tokens: most drafts of a sequence in a step. prompt_lookup_min, prompt_lookup_max: of `ngram`,
     how many tokens must stand before. fleet: drafts come from other answers of the same tenant too. model: of
-    `draft_model`, as the served one, and of heads, a folder; quantization: of `draft_model`."""
+    `draft_model`, as the served one; of heads, a folder, or nothing for those that come along. quantization: of
+    `draft_model`."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
     method: Literal["ngram", "suffix", "draft_model", "eagle", "eagle3"]
@@ -50,7 +51,7 @@ class SpeculativeConfig(BaseModel):
         if fields.get("method") in MODELS:
             if "fleet" in fields:
                 raise ValueError(f"fleet: the method {fields['method']} does not have it")
-            if not fields.get("model"):
+            if not fields.get("model") and fields["method"] != "eagle3":
                 raise ValueError("model: is missing")
         return fields
 

@@ -21,6 +21,7 @@ from shared import model_source, speculative_config
 from shared.settings import WorkerSettings
 
 KEY = "speculative_config: model"
+PACKAGED = Path(__file__).parent / "heads"  # by the names of models that come along
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +65,16 @@ def heads_of(own: WorkerSettings, target: Path, cache_dir: Path) -> Heads | None
     config = speculative_config.parse(own.speculative_config)
     if config is None or config.method not in speculative_config.HEADS:
         return None
+    if not config.model:
+        return Heads(_packaged(target), "eagle3", target, own.block_size)
     source = model_source.resolve(config.model, cache_dir)
     if source.kind != "hf":
         raise ConfigError(f"{KEY}: {config.model} is not a folder with {CONFIG} and safetensors files")
     return Heads(source.path, "eagle3" if config.method == "eagle3" else "eagle", target, own.block_size)
+
+
+def _packaged(target: Path) -> Path:
+    for name, model in model_source.KNOWN.items():
+        if model.file_name == target.name and (PACKAGED / name).is_dir():
+            return PACKAGED / name
+    raise ConfigError(f"{KEY}: is missing; only {', '.join(model_source.KNOWN)} has a head that comes along")

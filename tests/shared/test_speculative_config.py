@@ -24,7 +24,7 @@ def test_methods_and_their_defaults() -> None:
         ("", "must be none or a JSON object like"),
         ("{}", "method: is missing"),
         ('{"method": "auto"}', "method: auto is not supported yet, only ngram, suffix, draft_model, eagle, eagle3"),
-        ('{"method": "eagle3"}', "model: is missing"),
+        ('{"method": "eagle"}', "model: is missing"),
         ('{"method": "eagle", "model": "x", "quantization": "int8"}', "quantization: only the method draft_model has"),
         ('{"method": "eagle", "model": "x", "fleet": true}', "fleet: the method eagle does not have it"),
         ('{"method": "draft_model"}', "model: is missing"),

@@ -190,6 +190,8 @@ def test_heads_are_loaded_as_the_configuration_names_them(tmp_path: Path) -> Non
     heads = asked(f'{{"method": "eagle3", "model": "{tmp_path / "head"}"}}')
     assert heads is not None and heads.block_bytes() == heads.block_size * 2 * 2 * 16 * 2
     assert isinstance(make_drafter(CONFIG, engine, heads.load(engine), 0.1), ModelSpeculator)
+    with pytest.raises(ConfigError, match="speculative_config: model: is missing; only smollm2-135m-instruct"):
+        asked('{"method": "eagle3"}')
     assert asked('{"method": "suffix"}') is None and asked("none") is None
     with pytest.raises(ConfigError, match=r"speculative_config: method: eagle3 computes with native kernels"):
         heads.load(load_torch(tmp_path / "model", kv_cache_bytes=8 << 20))
