@@ -1,0 +1,130 @@
+"""Every method on the default model, native path: tokens and log-probabilities are those without any, all controls."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from services.gpu_worker.batch import Engine
+from services.gpu_worker.composer import Budget
+from services.gpu_worker.engine_thread import EngineLoop
+from services.gpu_worker.native_engine import NativeEngine
+from services.gpu_worker.running_set import Change, RunningSet
+from services.gpu_worker.sampler import validate
+from services.gpu_worker.speculative.draft_model import DraftModel
+from services.gpu_worker.speculative.model_speculator import ModelSpeculator
+from services.gpu_worker.speculative.row_cost import RowCost
+from services.gpu_worker.speculative.speculator import Speculator
+from shared.protocol import TokenChunk
+from shared.speculative_config import parse
+from shared.wire import decode_as
+from tests.gpu_worker.any_engine import engine_threads, load_native
+from tests.gpu_worker.builders import make_admission, make_admit
+from tests.gpu_worker.test_default_model import model_path
+from tests.gpu_worker.tiny_models import prompts, save
+
+pytestmark = [pytest.mark.model, pytest.mark.timeout(600)]
+
+VOCAB_SIZE = 49152
+BLOCK_SIZE = 8
+NUM_BLOCKS = 800
+CONTROLS: list[dict[str, Any]] = [
+    {},
+    {"temperature": 0.7, "seed": 7, "logprobs": 2},
+    {"temperature": 1.3, "seed": 8, "top_p": 0.95, "repetition_penalty": 1.2},
+    {"frequency_penalty": 0.5, "presence_penalty": 0.5, "min_tokens": 3, "stop_token_ids": (0, 2, 28, 30)},
+    {"temperature": 1.3, "seed": 9, "top_k": 50, "min_p": 0.05, "logit_bias": {11: 4.0, 28: -2.0}},
+    {"temperature": 0.7, "seed": 10, "top_p": 0.8, "min_tokens": 2, "stop_token_ids": (28, 30, 198), "logprobs": 0},
+]
+METHODS = {
+    "ngram": '{"method": "ngram", "prompt_lookup_min": 1, "fleet": false}',
+    "suffix": '{"method": "suffix", "fleet": false}',
+    "right": '{"method": "draft_model", "model": "itself", "num_speculative_tokens": 4}',
+    "wrong": '{"method": "draft_model", "model": "another", "num_speculative_tokens": 4}',
+}
+
+
+@pytest.fixture(scope="module")
+def engine() -> NativeEngine:
+    return load_native(model_path(), num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE)
+
+
+@pytest.fixture(scope="module")
+def drafts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, NativeEngine]:
+    folder: Path = tmp_path_factory.mktemp("another")
+    save("llama", folder, vocab_size=VOCAB_SIZE, num_hidden_layers=1)
+    paths = {"right": model_path(), "wrong": folder}
+    return {name: load_native(path, num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE) for name, path in paths.items()}
+
+
+class FreeRows(RowCost):
+    """So that what is drafted does not depend on the clock."""
+
+    def relative(self, num_rows: int) -> float:
+        return 1.0
+
+
+def drafter_of(method: str, draft: Engine | None) -> Speculator | ModelSpeculator:
+    config = parse(METHODS[method])
+    assert config is not None
+    if draft is None:
+        return Speculator(config, FreeRows())
+    return ModelSpeculator(config, DraftModel(draft, clock=lambda: 0.0), lambda: 0.0)
+
+
+def run(
+    engine: Engine, drafter: Speculator | ModelSpeculator | None, texts: list[list[int]], num_output: int, batch: int
+) -> list[TokenChunk]:
+    """Of so many at once, in prompts' order, which are cut into pieces and finish beside the decoding of others."""
+    chunks: list[TokenChunk] = []
+    for first in range(0, len(texts), batch):
+        running = RunningSet(engine.info, Budget(64, 80, 33), validate, drafter)
+        loop = EngineLoop(engine, running, overlap=False, clock=lambda: 0.0)
+        some = list(enumerate(texts))[first : first + batch]
+        size = NUM_BLOCKS // batch
+        for place, (n, text) in enumerate(some):
+            admit = make_admit(f"r{n}.0", block_ids=range(size * place, size * (place + 1)))
+            params = {"max_tokens": num_output} | CONTROLS[n % len(CONTROLS)]
+            loop.submit(Change("run", 1, admit, make_admission(text, **params)))
+        while loop.step_once():
+            pass
+        done = {e.sid: decode_as(TokenChunk, e.chunk) for e in running.ledger.build().entries}
+        chunks += [done[f"r{n}.0"] for n, _ in some]
+    return chunks
+
+
+def check(
+    engine: NativeEngine, drafts: dict[str, NativeEngine], method: str, num_prompts: int, num_output: int,
+    batches: list[int],
+) -> None:  # fmt: skip
+    """Half of the prompts repeat themselves, so that there is something to look up."""
+    texts = [
+        text * (1 + n % 2)
+        for n, text in enumerate(prompts(num_prompts, seed=3, low=20, high=60, vocab_size=VOCAB_SIZE))
+    ]
+    draft = drafts.get(method)
+    with engine_threads(engine, 2):
+        want = run(engine, None, texts, num_output, 1)
+        for batch in batches:
+            drafter = drafter_of(method, draft)
+            assert run(engine, drafter, texts, num_output, batch) == want
+            (counts,) = drafter.counts.values()
+            assert counts.num_draft_tokens > 2 * num_prompts
+            if isinstance(drafter, ModelSpeculator):
+                assert drafter._num_failures == 0
+            if method == "right":
+                assert counts.accepted.total() > 0.9 * counts.num_draft_tokens  # all but those behind an end
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_some_prompts(engine: NativeEngine, drafts: dict[str, NativeEngine], method: str) -> None:
+    check(engine, drafts, method, 8, 10, [8])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(7200)
+@pytest.mark.parametrize("method", METHODS)
+def test_200_prompts_alone_and_in_batches(engine: NativeEngine, drafts: dict[str, NativeEngine], method: str) -> None:
+    check(engine, drafts, method, 200, 16, [1, 16])
