@@ -343,7 +343,7 @@ class RunningSet:
         seq.num_computed = len(seq.token_ids) - 1 if tokens else chunk.start + chunk.count
         if self._seals_blocks:
             self._seal(seq)
-        if not seq.draws and not seq.is_scoring:
+        if not seq.draws and seq.num_computed >= seq.num_to_score:
             reason = "length"
         if reason:
             self._conclude(seq, reason)

@@ -529,6 +529,19 @@ def test_where_nothing_is_to_be_drawn_the_prompt_is_all() -> None:
     assert not running.sequences and len(account.scores) == 5
 
 
+def test_a_step_that_has_begun_may_have_the_last_of_a_prompt_that_nothing_is_drawn_after() -> None:
+    """The one before does not end the sequence, though nothing is left to begin."""
+    running = make_running(capacity=Budget(max_num_batched_tokens=4, max_num_seqs=8, prefill_chunk=4))
+    engine = make_engine(running)
+    admit(running, b"prompts", block_ids=range(2), max_tokens=0, **ASKING)
+    begun = [running.draft(running.prepare(64)) for _ in range(3)]
+    assert [[c.count for c in chunks] for chunks in begun] == [[4], [2], []]
+    for chunks in begun[:2]:
+        running.advance(chunks, engine.step(chunks))
+    [account] = running.ledger._accounts.values()
+    assert len(account.scores) == 6 and outcome_of(running) == Outcome(reason="length", num_tokens=0)
+
+
 def test_a_prompt_of_one_token_has_nothing_to_score() -> None:
     running = make_running()
     admit(running, b"p", block_ids=range(1), max_tokens=0, **ASKING)
