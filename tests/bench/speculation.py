@@ -20,16 +20,19 @@ from pathlib import Path
 from services.gateway.tokenization import Tokenizer
 from services.gpu_worker.admission import Admission
 from services.gpu_worker.composer import Budget
+from services.gpu_worker.drafters import make_drafter
 from services.gpu_worker.engine_thread import EngineLoop
 from services.gpu_worker.engines import load_engine
+from services.gpu_worker.heads_loading import heads_of
 from services.gpu_worker.native_engine import NativeEngine
-from services.gpu_worker.probe import measure, measure_rows
+from services.gpu_worker.probe import measure
 from services.gpu_worker.running_set import Change, RunningSet
-from services.gpu_worker.speculative.speculator import Speculator
+from services.gpu_worker.speculative.head_proposer import HeadProposer
 from shared import model_source
 from shared.cores import leaves_one_free, num_cores
 from shared.model_source import default_cache_dir
 from shared.protocol import SamplingParams
+from shared.settings import WorkerSettings
 from shared.speculative_config import SpeculativeConfig, parse
 from shared.worker_protocol import Admit, TakeOver
 
@@ -39,15 +42,16 @@ OTHER_TOKENS = 150  # of a prompt of random tokens
 
 
 class Side:
-    """One of the two: a running set of its own, on the engine that both share in turns."""
+    """One of the two: a running set of its own. heads: of the engine, where the method has some."""
 
     def __init__(
-        self, engine: NativeEngine, config: SpeculativeConfig | None, temperature: float, stops: tuple[int, ...]
-    ) -> None:
+        self, engine: NativeEngine, config: SpeculativeConfig | None, temperature: float, stops: tuple[int, ...],
+        heads: HeadProposer | None = None,
+    ) -> None:  # fmt: skip
         self._engine = engine
         self._stops = stops
         self._temperature = temperature
-        self._speculator = Speculator(config, measure_rows(engine)) if config else None
+        self._speculator = make_drafter(config, engine, heads, float("inf"))
         self._cost = measure(engine)
 
     def run(self, prompts: list[list[int]], concurrency: int) -> tuple[float, float, list[list[int]]]:
@@ -97,6 +101,13 @@ def prompts_of(kind: str, tokenizer: Tokenizer, number: int, rng: random.Random)
     return [tokenizer.encode(texts[n % len(texts)], add_special_tokens=True) for n in range(number)]
 
 
+def loaded(model: Path) -> NativeEngine:
+    engine = load_engine("native", model, default_cache_dir(), kv_cache_bytes=2 << 30, block_size=8,
+                         num_threads=num_cores())  # fmt: skip
+    assert isinstance(engine, NativeEngine)
+    return engine
+
+
 def main() -> int:
     ap = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     ap.add_argument("--config", default='{"method": "suffix"}')
@@ -108,13 +119,15 @@ def main() -> int:
     args = ap.parse_args()
     source = model_source.resolve("smollm2-135m-instruct", default_cache_dir())
     tokenizer = Tokenizer.from_source(source)
-    engine = load_engine("native", source.path, default_cache_dir(), kv_cache_bytes=2 << 30, block_size=8,
-                         num_threads=num_cores())  # fmt: skip
-    assert isinstance(engine, NativeEngine)
+    engine, config = loaded(source.path), parse(args.config)
+    with_heads = heads_of(WorkerSettings(speculative_config=args.config), source.path, default_cache_dir())
+    other = loaded(source.path) if with_heads else engine
+    heads = with_heads.load(other) if with_heads else None
     stops = tuple(tokenizer.eos_token_ids)
     for concurrency in map(int, args.concurrency.split(",")):
         for kind in args.kinds.split(","):
-            without, with_it = (Side(engine, c, args.temperature, stops) for c in (None, parse(args.config)))
+            without = Side(engine, None, args.temperature, stops)
+            with_it = Side(other, config, args.temperature, stops, heads)
             prompts = prompts_of(kind, tokenizer, args.num or max(2, concurrency), random.Random(1))
             rates, ratios, cpu_ratios, same = [], [], [], True
             for _ in range(args.rounds):
