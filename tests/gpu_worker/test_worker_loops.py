@@ -321,7 +321,7 @@ async def test_a_hung_engine_is_known_as_that_also_while_the_worker_stops(
 async def test_a_dead_engine_thread_ends_the_process(redis_url: str) -> None:
     async with worker_running(redis_url) as running:
         bench = running.bench
-        bench.worker.running.prepare = lambda *_: 1 / 0  # type: ignore[method-assign, assignment, return-value]
+        bench.worker.running.prepare = lambda *_, **__: 1 / 0  # type: ignore[method-assign, assignment, return-value]
         await bench.place(PROMPT)
         with pytest.raises(EngineDied, match="ZeroDivisionError"):
             await asyncio.wait_for(asyncio.shield(running.task), 20)
