@@ -93,7 +93,7 @@ class DraftModel:
         """The shadow, with the tokens and blocks that the sequence has now."""
         shadow = self._shadows.get(seq.sid)
         if shadow is None or shadow.seq is not seq:
-            params = seq.params.model_copy(update={"constraint": None, "logprobs": 0})
+            params = seq.params.model_copy(update={"constraint": None, "logprobs": 0, "prompt_logprobs": None})
             own = Sequence(
                 sid=seq.sid, epoch=seq.epoch, choice=seq.choice, params=params, num_prompt_tokens=seq.num_prompt_tokens,
                 token_ids=list(seq.token_ids), block_ids=list(seq.block_ids),

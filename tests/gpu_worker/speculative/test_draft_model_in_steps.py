@@ -155,6 +155,18 @@ def test_a_request_that_wants_no_drafts_has_none() -> None:
     assert speculator(loop).counts["draft_model"].num_draft_tokens == 0
 
 
+@pytest.mark.parametrize("num_logprobs", [0, 2])
+def test_log_probabilities_of_a_prompt_are_the_targets_to_tell(num_logprobs: int) -> None:
+    """The draft model reads such a prompt like others, in pieces too."""
+    running = make_running(160, max_model_len=200)
+    texts, params = [list(range(3, 90)), [5, 6, 7]], [{"prompt_logprobs": num_logprobs}] * 2
+    want, _ = run(make_engine(running), None, texts, params)
+    got, loop = run(make_engine(running), make_engine(running), texts, params)
+    counts = speculator(loop).counts["draft_model"]
+    assert got == want and speculator(loop)._num_failures == 0
+    assert counts.accepted.total() == counts.num_draft_tokens > 40
+
+
 def test_the_draft_models_context_is_where_it_stops_guessing() -> None:
     running = make_running(160, max_model_len=200)
     short = make_engine(running)
