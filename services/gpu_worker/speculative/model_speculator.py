@@ -94,7 +94,7 @@ class ModelSpeculator:
         """The first token of an answer waits for no guesses."""
         self._forget_left()
         self._spent_s, self._asked = 0.0, []
-        most = [n if c.count == 1 else 0 for c, n in zip(chunks, most, strict=True)]
+        most = [n if c.count == 1 and c.seq.num_output_tokens else 0 for c, n in zip(chunks, most, strict=True)]
         num_sampled, num_rows = sum(c.sample for c in chunks), sum(c.count for c in chunks)
         counts = self._counts([c.seq for c in chunks], most, num_sampled, num_rows, num_free)
         self._asked = [(self._follow(c.seq), n) for c, n in zip(chunks, counts, strict=True) if n]

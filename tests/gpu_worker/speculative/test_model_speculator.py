@@ -129,9 +129,10 @@ class Simulation:
 
 
 def make_sequence(number: int = 0, num_prompt: int = 20, **params: object) -> Sequence:
+    """That has drawn its first token, the last of these."""
     return Sequence(
         sid=f"r{number}.0", epoch=1, choice=0, params=make_params(max_tokens=10_000, **params),
-        num_prompt_tokens=num_prompt, token_ids=[1] * num_prompt, block_ids=[], num_computed=num_prompt - 1,
+        num_prompt_tokens=num_prompt - 1, token_ids=[1] * num_prompt, block_ids=[], num_computed=num_prompt - 1,
     )  # fmt: skip
 
 
@@ -187,12 +188,14 @@ def test_no_token_is_late_for_the_reading_of_a_long_prompt() -> None:
     assert most_s < 0.01 + 0.04 / 4 + 0.001
 
 
-def test_the_first_token_waits_for_no_guess() -> None:
+@pytest.mark.parametrize("cached", [0, 18])
+def test_the_first_token_waits_for_no_guess(cached: int) -> None:
+    """Also where all of its prompt was cached but the last token, and the step computes one."""
     simulation = Simulation(Guesses())
     seq = make_sequence()
-    simulation.guesses.answers[id(seq)] = [5, 6, 7]
-    prefill = [Chunk(seq, 0, 20, True)]
-    assert simulation.speculator.plan(prefill, [2], 9) == [0]
+    del seq.token_ids[-1]
+    assert simulation.speculator.plan([Chunk(seq, cached, 19 - cached, True)], [2], 9) == [0]
+    seq.token_ids.append(1)
     assert simulation.speculator.plan([Chunk(seq, 19, 1, True)], [2], 9) == [2]
 
 
@@ -255,5 +258,5 @@ def test_what_is_guessed_and_not_drafted_is_learnt_from(monkeypatch: pytest.Monk
     assert simulation.speculator.plan([chunk], [9], 64) == [1]  # a try
     simulation.speculator.think()
     before = simulation.speculator._followed[seq.sid].by_place.probability(0)
-    simulation.speculator.observe([chunk], [(SampledToken(0),)], 0.01)
+    simulation.speculator.observe([chunk], [(SampledToken(1),)], 0.01)
     assert simulation.speculator._followed[seq.sid].by_place.probability(0) > before
