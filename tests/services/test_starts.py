@@ -21,6 +21,7 @@ from shared.runtime import Stop
 from shared.scripts import prefix_of
 from shared.settings import (
     CommonSettings,
+    DeviceSettings,
     GatewaySettings,
     LimitSettings,
     SchedulerSettings,
@@ -32,7 +33,7 @@ from tests.helpers import wait_until
 
 OWN = {
     "gateway": (GatewaySettings(port=0), LimitSettings()), "scheduler": (SchedulerSettings(),), "cache_store": (),
-    "gpu_worker": (WorkerSettings(engine="scripted"), ScriptedSettings()),
+    "gpu_worker": (WorkerSettings(engine="scripted"), DeviceSettings(), ScriptedSettings()),
 }  # fmt: skip
 MIN_COMMANDS = 4  # of a start: ping, two looks at the server, and the join
 
