@@ -10,6 +10,7 @@ import pytest
 from services.gpu_worker.batch import Engine
 from services.gpu_worker.composer import Budget
 from services.gpu_worker.engine_thread import EngineLoop
+from services.gpu_worker.heads_loading import heads_of
 from services.gpu_worker.native_engine import NativeEngine
 from services.gpu_worker.running_set import Change, RunningSet
 from services.gpu_worker.sampler import validate
@@ -18,7 +19,8 @@ from services.gpu_worker.speculative.model_speculator import ModelSpeculator
 from services.gpu_worker.speculative.row_cost import RowCost
 from services.gpu_worker.speculative.speculator import Speculator
 from shared.protocol import TokenChunk
-from shared.speculative_config import parse
+from shared.settings import WorkerSettings
+from shared.speculative_config import HEADS, parse
 from shared.wire import decode_as
 from tests.gpu_worker.any_engine import engine_threads, load_native
 from tests.gpu_worker.builders import make_admission, make_admit
@@ -43,6 +45,7 @@ METHODS = {
     "suffix": '{"method": "suffix", "fleet": false}',
     "right": '{"method": "draft_model", "model": "itself", "num_speculative_tokens": 4}',
     "wrong": '{"method": "draft_model", "model": "another", "num_speculative_tokens": 4}',
+    "eagle3": '{"method": "eagle3", "num_speculative_tokens": 4}',
 }
 
 
@@ -66,9 +69,16 @@ class FreeRows(RowCost):
         return 1.0
 
 
-def drafter_of(method: str, draft: Engine | None) -> Speculator | ModelSpeculator:
+def drafter_of(method: str, engine: NativeEngine, draft: Engine | None) -> Speculator | ModelSpeculator:
     config = parse(METHODS[method])
     assert config is not None
+    if config.method in HEADS:
+        settings = WorkerSettings(speculative_config=METHODS[method], block_size=BLOCK_SIZE)
+        heads = heads_of(settings, model_path(), Path())
+        assert heads is not None
+        proposer = heads.load(engine)
+        proposer._clock = lambda: 0.0
+        return ModelSpeculator(config, proposer, lambda: 0.0)
     if draft is None:
         return Speculator(config, FreeRows())
     return ModelSpeculator(config, DraftModel(draft, clock=lambda: 0.0), lambda: 0.0)
@@ -108,12 +118,15 @@ def check(
     with engine_threads(engine, 2):
         want = run(engine, None, texts, num_output, 1)
         for batch in batches:
-            drafter = drafter_of(method, draft)
+            drafter = drafter_of(method, engine, draft)
             assert run(engine, drafter, texts, num_output, batch) == want
             (counts,) = drafter.counts.values()
             assert counts.num_draft_tokens > 2 * num_prompts
             if isinstance(drafter, ModelSpeculator):
                 assert drafter._num_failures == 0
+            engine.tap((), lambda chunks, taps: None)
+            if method == "eagle3":
+                assert counts.accepted
             if method == "right":
                 assert counts.accepted.total() > 0.9 * counts.num_draft_tokens  # all but those behind an end
 
