@@ -64,16 +64,16 @@ class FleetLearner(SuffixTable):
     def changes_since(self, version: int, most_lines: int) -> tuple[array[int], int]:
         """Entries of lines that have changed after that version, and up to which version those are all; the oldest
         changes first, of about so many lines at most."""
-        if version >= self.version:
-            return array("Q"), self.version
-        changed = sorted((v, line) for line, v in enumerate(self._versions) if v > version)
-        reached = self.version
-        if len(changed) > most_lines:
-            reached = changed[most_lines - 1][0]
-            changed = [each for each in changed if each[0] <= reached]
-        words = array("Q")
-        for _, line in changed:
-            words += array("Q", (w for w in self.words[line * WAYS : (line + 1) * WAYS] if self._count_in(line, w)))
+        reached, words = self.version, array("Q")
+        if version >= reached:
+            return words, reached
+        changes = [v for v in self._versions if v > version]
+        if len(changes) > most_lines:
+            changes.sort()
+            reached = changes[most_lines - 1]
+        for line, changed in enumerate(self._versions):
+            if version < changed <= reached:
+                words.extend([w for w in self.words[line * WAYS : (line + 1) * WAYS] if self._count_in(line, w)])
         return words, reached
 
     def _grow(self) -> None:

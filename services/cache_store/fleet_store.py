@@ -20,7 +20,7 @@ MAX_BYTES = 64 << 20  # of all tenants together
 TENANT_BYTES = 1024  # of a tenant beside its tables
 MAX_WAITING_TOKENS = 1 << 18
 PIECE_TOKENS = 256  # learnt at a time: about two milliseconds
-MAX_LINES = 4096  # in a reply: 128 KiB
+MAX_LINES = 2048  # in a reply: 64 KiB
 
 
 @dataclass(slots=True)

@@ -6,8 +6,8 @@ import asyncio
 import re
 from collections import Counter
 
-from tests.e2e.clients import Client, Connect, check_same
-from tests.e2e.load import SPECULATIVE, plain
+from tests.e2e.clients import Answer, Client, Connect, check_same
+from tests.e2e.load import SLOW, SPECULATIVE, mixed, plain
 from tests.e2e.stack import NewStack
 from tests.helpers import wait_until
 
@@ -27,6 +27,10 @@ async def figures(client: Client) -> Counter[str]:
     return sums
 
 
+async def has_learnt(client: Client) -> bool:
+    return (await figures(client))["fleet_entries"] > 100
+
+
 async def accepted(client: Client) -> float:
     return (await figures(client))["spec_decode_num_accepted_tokens fleet"]
 
@@ -40,11 +44,7 @@ async def test_a_new_worker_gains_from_what_another_answered_and_other_tenants_d
         first.check()
         for _ in range(3):
             check_same([await client.ask(PROMPT)], [first])
-
-        async def is_learnt() -> bool:
-            return (await figures(client))["fleet_entries"] > 100
-
-        await wait_until(is_learnt, every=0.1)
+        await wait_until(lambda: has_learnt(client), every=0.1)
         worker = stack.process("worker")
         stack.kill(worker)
         await asyncio.to_thread(worker.popen.wait, 10)
@@ -59,3 +59,23 @@ async def test_a_new_worker_gains_from_what_another_answered_and_other_tenants_d
             return await accepted(client) > before + 80
 
         await wait_until(has_gained, every=0.1)
+
+
+async def test_a_store_that_dies_with_what_it_knows_changes_no_answer_and_learns_anew(
+    new_stack: NewStack, connect: Connect, undisturbed: list[Answer]
+) -> None:
+    async with new_stack(workers=2, env=SLOW | SPECULATIVE) as stack:
+        client = connect(stack.url)
+        check_same(await client.ask_all(mixed("load")), undisturbed)
+        await wait_until(lambda: has_learnt(client), every=0.1)
+        answering = client.begin_all(mixed("load"))
+        await wait_until(lambda: sum(s.num_tokens > 3 for s in stack.state.running()) > 10)
+        victim = stack.process("store")
+        stack.kill(victim)
+        await asyncio.to_thread(victim.popen.wait, 10)
+        await stack.restart(victim)
+        check_same(await answering, undisturbed)
+        assert await accepted(client) > 0
+        await wait_until(stack.state.all_leased)
+        check_same(await client.ask_all(mixed("load")), undisturbed)
+        await wait_until(lambda: has_learnt(client), every=0.1)
