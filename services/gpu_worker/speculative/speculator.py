@@ -16,7 +16,7 @@ from services.gpu_worker.batch import Chunk, Drawn, Sequence
 from services.gpu_worker.speculative.acceptance import Acceptance
 from services.gpu_worker.speculative.choice import choose_fairly
 from services.gpu_worker.speculative.fleet import METHOD as FLEET
-from services.gpu_worker.speculative.fleet import Fleet, is_shared
+from services.gpu_worker.speculative.fleet import Fleet, expected_of, is_shared
 from services.gpu_worker.speculative.ngram import NgramProposer
 from services.gpu_worker.speculative.proposer import NOTHING, Proposal, Proposer, TextProposer
 from services.gpu_worker.speculative.row_cost import RowCost
@@ -127,7 +127,10 @@ class Speculator:
         self._config = config
         self._cost = cost or RowCost()
         self._max_step_s = max_step_s
-        self._acceptances = {method: Acceptance(share_kept=WORKER_SHARE_KEPT) for method in self.counts}
+        self._acceptances = {
+            config.method: Acceptance(share_kept=WORKER_SHARE_KEPT),
+            FLEET: Acceptance(share_kept=WORKER_SHARE_KEPT, unknown=expected_of),
+        }
         self._guided: dict[str, _Guided] = {}
         self._drafted: list[_Guided] = []  # in the latest step
         self._num_steps = 0

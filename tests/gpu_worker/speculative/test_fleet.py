@@ -10,11 +10,12 @@ from hypothesis import strategies as st
 from services.cache_store.fleet_learner import FleetLearner
 from services.gpu_worker.batch import Sequence
 from services.gpu_worker.speculative import fleet as fleet_module
-from services.gpu_worker.speculative.fleet import MAX_ANSWER_TOKENS, MAX_WAITING, Fleet, FleetProposer
+from services.gpu_worker.speculative.fleet import MAX_ANSWER_TOKENS, MAX_WAITING, Fleet, FleetProposer, expected_of
 from services.gpu_worker.speculative.proposer import NOTHING
-from shared.suffix_table import LENGTHS, SuffixTable
+from shared.suffix_table import LENGTHS, SuffixTable, window_of
 from shared.wire import unpack_ids
 from tests.gpu_worker.builders import make_params
+from tests.suffix_words import word_of
 
 VOCAB_SIZE = 1000
 
@@ -148,3 +149,12 @@ def test_a_sequence_that_was_cut_is_told_from_its_beginning() -> None:
     fleet.ended(replace(make_sequence([], text(7)), finish="done"))
     ((_, before, answer),) = fleet.take_ended(1)
     assert before == b"" and unpack_ids(answer) == text(7)
+
+
+def test_more_is_expected_of_what_has_come_more_often_and_always_more_than_of_chance() -> None:
+    table = SuffixTable()
+    chances = []
+    for count in range(2, 16):
+        table.put([word_of([1, 2], 3, count)])
+        chances.append(expected_of(table.best(window_of([1, 2]))[1]))
+    assert chances == sorted(chances) and 0.66 < chances[0] < chances[-1] < 1.0
