@@ -89,7 +89,8 @@ class HeadProposer:
         """taps [rows, taps, hidden_size]: what was read for the chunks' rows."""
         row = 0
         for chunk in chunks:
-            self._of(chunk).keep(chunk.start, taps[row : row + chunk.num_rows])
+            own = taps[row : row + chunk.num_rows]
+            self._of(chunk).keep(chunk.start, own if len(own) == len(taps) else own.clone())  # not the whole step's
             row += chunk.num_rows
         readers = list(self._read.values())
         while sum(read.num_kept for read in readers) > MAX_KEPT_ROWS:

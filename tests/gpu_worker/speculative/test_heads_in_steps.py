@@ -179,6 +179,20 @@ def test_what_is_kept_is_bounded() -> None:
     assert proposed(proposer, seq) == () and proposer.num_behind(seq) > 10_000
 
 
+def test_what_is_kept_of_a_step_does_not_keep_the_rest_of_it() -> None:
+    """A sequence of which a token is kept, step by step, beside a long prompt that another one brings."""
+    proposer = HeadProposer(Oracle([list(range(99))]), 4, lambda: 0.0)
+    seq, other = sequence(40, list(range(20)), []), sequence(40, list(range(20, 40)), [])
+    other.sid = "other"
+    for start in range(8):
+        (mine,), taps = rows(seq, start, 1)
+        prompt, more = rows(other, 0, 30)
+        proposer.take([mine, *prompt], torch.cat((taps, more)))
+    proposer.forget(other)
+    kept = proposer._read["s"].kept
+    assert sum(tensor.untyped_storage().nbytes() for _, tensor in kept) == sum(tensor.nbytes for _, tensor in kept)
+
+
 def test_heads_are_loaded_as_the_configuration_names_them(tmp_path: Path) -> None:
     engine = load_tiny(tmp_path / "model")
     published("eagle3", tmp_path / "model", tmp_path / "head")
