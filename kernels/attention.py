@@ -22,6 +22,7 @@ from kernels.dispatch import uses_triton
 from kernels.kv_cache import KvCache
 
 PART = 256  # keys
+MOST_PART_BYTES = 128 << 20  # of memory for what parts give; where they need more, one program has them all
 WHOLE = 1 << 30  # keys of a part where there is but one
 MOST_DRAFTS = 64  # rows of a tree: bits of a word
 _FEW_ROWS, _MORE_ROWS, _MANY_ROWS = 16, 32, 64

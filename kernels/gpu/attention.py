@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from kernels.attention import (
+    MOST_PART_BYTES,
     WHOLE,
     AttentionBatch,
     AttentionOptions,
@@ -26,7 +27,6 @@ FORMATS = {torch.int8: 1, torch.float8_e4m3fn: 2}
 # Below so many programs a launch is spread over parts of the keys, as is one in which a few would have most to do. The
 # result is the same either way.
 FEW_PROGRAMS = 256
-MOST_PART_BYTES = 128 << 20  # of memory for what parts give; where they need more there is one
 
 
 @triton.jit(do_not_specialize=("first_row", "num_parts", "table_stride"))

@@ -122,7 +122,9 @@ def draw(logits: torch.Tensor, draws: Seq[Draw]) -> PendingTokens:
 def _ranks(raw: torch.Tensor, token_ids: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
     """Of one token a row, among all, the best being 1; of equal ones the lower id comes first."""
     before = torch.arange(raw.shape[1], device=raw.device) < token_ids[:, None]
-    return ((raw > logits) | ((raw == logits) & before)).sum(-1) + 1
+    better = ((raw == logits) & before).logical_or_(raw > logits)
+    del before
+    return better.sum(-1, dtype=torch.int32) + 1  # summed as they are typed: int64 would be twice a row of logits
 
 
 def needs_history(draw: Draw) -> bool:

@@ -11,7 +11,9 @@ from math import ceil
 
 import torch
 
+from kernels.attention import MOST_PART_BYTES, PART
 from kernels.packed_weight import TILE_ROWS, packed_bytes
+from services.gpu_worker.composer import MAX_SCORES
 from services.gpu_worker.device import computed_types
 from services.gpu_worker.engine import USEFUL_CONTEXTS, context_length
 from services.gpu_worker.gpu_memory import Budget
@@ -142,10 +144,17 @@ def _torch_weights(outline: Outline) -> int:
     return 4 * (twice + sum(p.num_elements for p in outline.parameters))
 
 
+def _logit_rows(limits: Limits, length: int) -> tuple[int, int]:
+    """Of the largest step: those that are drawn from, and those that tell how likely a prompt's tokens are."""
+    num_samples = min(limits.max_num_seqs, limits.max_num_batched_tokens)
+    first = min(limits.max_num_batched_tokens - num_samples + 1, length)
+    return num_samples, min(first - 1, MAX_SCORES)
+
+
 def _step_bytes(config: ModelConfig, limits: Limits, length: int) -> int:
     heads = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
     row = 4 * (3 * config.hidden_size + 2 * heads + 2 * config.intermediate_size)
-    logits = 4 * limits.max_num_seqs * config.vocab_size
+    logits = 4 * sum(_logit_rows(limits, length)) * config.vocab_size
     return limits.max_num_batched_tokens * row + logits + 4 * length * config.turned
 
 
@@ -157,13 +166,26 @@ def _mixture(config: ModelConfig) -> int:
     return config.experts.num_used * max(size * (3 if config.gated else 2), size + hidden) + hidden
 
 
+def _part_bytes(config: ModelConfig, limits: Limits, length: int) -> int:
+    """Of the sums over parts of the keys, where attention keeps them for another kernel; it may do without."""
+    num_parts, numbers = ceil(length / PART), limits.max_num_batched_tokens * config.num_heads
+    if num_parts == 1 or 4 * numbers * num_parts * config.head_dim > MOST_PART_BYTES:
+        return 0
+    return 4 * numbers * num_parts * (config.head_dim + 2)
+
+
 def _card_step_bytes(config: ModelConfig, limits: Limits, length: int, width: int) -> int:
     """The most that `gpu_engine.largest_step` holds, in a layer or where it draws. width: bytes of an activation."""
-    heads = (2 * config.num_heads + 2 * config.num_kv_heads) * config.head_dim * (2 if config.qk_norm else 1)
+    row = limits.max_num_batched_tokens * width
+    heads = (2 * config.num_heads + 2 * config.num_kv_heads) * config.head_dim
+    normed = (config.num_heads + config.num_kv_heads) * config.head_dim if config.qk_norm else 0
+    attended = row * (3 * config.hidden_size + heads + normed) + _part_bytes(config, limits, length)
     inner = config.intermediate_size * (3 if config.gated else 2)
-    layer = limits.max_num_batched_tokens * width * (4 * config.hidden_size + max(heads, inner, _mixture(config)))
-    num_samples = min(limits.max_num_seqs, limits.max_num_batched_tokens)
-    # Logits as the model gives them, kept for log-probabilities, and scaled to be drawn from.
-    drawing = 3 * 4 * num_samples * config.vocab_size
+    most = max(heads * (2 if config.qk_norm else 1), inner, _mixture(config))
+    layer = max(attended, row * (4 * config.hidden_size + most))
+    num_samples, num_scores = _logit_rows(limits, length)
+    # Logits as the model gives them, kept for log-probabilities, and then either scaled to be drawn from, or, of a
+    # prompt's tokens, compared (a byte) and counted (4) for their ranks.
+    drawing = (8 + (5 if num_scores else 4)) * (num_samples + num_scores) * config.vocab_size
     num_tables = 1 if config.local_rope is None else 2
     return max(layer, drawing) + num_tables * 4 * length * config.turned
