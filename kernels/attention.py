@@ -107,8 +107,13 @@ def attention_batch(
     )  # fmt: skip
 
 
+def uniform_tile_rows(group: int) -> int:
+    """Of every tile, where all are alike."""
+    return max(_MORE_ROWS, 1 << (group - 1).bit_length())
+
+
 def _tile_rows(most_rows: int, group: int, fast: bool) -> int:
-    least = max(_MORE_ROWS, 1 << (group - 1).bit_length())
+    least = uniform_tile_rows(group)
     if not fast or _FEW_ROWS < most_rows * group < _LONG_ROWS:
         return least
     return _FEW_ROWS if most_rows * group <= _FEW_ROWS else max(least, _MANY_ROWS)

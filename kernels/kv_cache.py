@@ -29,17 +29,21 @@ class KvCache:
         return self.k_scale is not None
 
     def tensors(self) -> list[torch.Tensor]:
-        return [t for t in (self.k, self.v, self.k_scale, self.v_scale) if t is not None]
+        """Each once."""
+        pairs = [(self.k, self.v), (self.k_scale, self.v_scale)]
+        return [t for k, v in pairs for t in ((k,) if v is k else (k, v)) if t is not None]
 
 
 def empty_kv_cache(
-    num_blocks: int, num_kv_heads: int, block_size: int, dim: int, dtype: torch.dtype, device: torch.device | str
-) -> KvCache:
-    """Filled with zeros."""
-    shape = (num_blocks, num_kv_heads, block_size, dim)
-    tensors = [torch.zeros(shape, dtype=torch.uint8 if dtype.itemsize == 1 else dtype, device=device) for _ in "kv"]
-    scales = [torch.zeros(shape[:3], dtype=torch.float32, device=device) if dtype in LIMITS else None for _ in "kv"]
-    return KvCache(tensors[0].view(dtype), tensors[1].view(dtype), scales[0], scales[1])
+    num_blocks: int, num_kv_heads: int, block_size: int, dim: int, dtype: torch.dtype, device: torch.device | str,
+    shared: bool = False,
+) -> KvCache:  # fmt: skip
+    """Filled with zeros. shared: K and V are the same numbers, kept once."""
+    shape, parts = (num_blocks, num_kv_heads, block_size, dim), "k" if shared else "kv"
+    plain = torch.uint8 if dtype.itemsize == 1 else dtype
+    values = [torch.zeros(shape, dtype=plain, device=device).view(dtype) for _ in parts]
+    scales = [torch.zeros(shape[:3], dtype=torch.float32, device=device) if dtype in LIMITS else None for _ in parts]
+    return KvCache(values[0], values[-1], scales[0], scales[-1])
 
 
 def kv_store(k: torch.Tensor, v: torch.Tensor, cache: KvCache, slots: torch.Tensor) -> None:

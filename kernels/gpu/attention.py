@@ -10,23 +10,19 @@ import triton
 import triton.language as tl
 
 from kernels.attention import (
-    MOST_PART_BYTES,
     WHOLE,
     AttentionBatch,
     AttentionOptions,
     attention,
     attention_batch,
 )
-from kernels.gpu.attention_parts import cached_tile, merge_parts, merged, visible
+from kernels.gpu.attention_parts import cached_tile, few_programs, merge_parts, merged, visible
 from kernels.gpu.launch import KIB, CompileCase, launch, on_paper, target_of
 from kernels.gpu.scaled_rows import carrier
 from kernels.kv_cache import KvCache
 
 LOG2E = math.log2(math.e)
 FORMATS = {torch.int8: 1, torch.float8_e4m3fn: 2}
-# Below so many programs a launch is spread over parts of the keys, as is one in which a few would have most to do. The
-# result is the same either way.
-FEW_PROGRAMS = 256
 
 
 @triton.jit(do_not_specialize=("first_row", "num_parts", "table_stride"))
@@ -160,9 +156,7 @@ def attention_triton(
     num_kv_heads = cache.k.shape[1]
     num_tiles, num_parts = batch.tile_seqs.shape[0], -(-batch.longest // batch.part)
     totals = stats = None
-    part_bytes = 4 * batch.num_rows * num_heads * num_parts * dim
-    spread = batch.uneven or num_tiles * num_kv_heads < FEW_PROGRAMS
-    if num_parts > 1 and spread and part_bytes <= MOST_PART_BYTES:
+    if few_programs(num_tiles * num_kv_heads, batch, num_heads, num_parts, dim):
         totals = torch.empty(batch.num_rows, num_heads, num_parts, dim, dtype=torch.float32, device=q.device)
         stats = torch.empty(batch.num_rows, num_heads, num_parts, 2, dtype=torch.float32, device=q.device)
     window, cap = options.window or 0, options.softcap or 0.0

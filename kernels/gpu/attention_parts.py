@@ -8,8 +8,13 @@ import torch
 import triton
 import triton.language as tl
 
+from kernels.attention import MOST_PART_BYTES, AttentionBatch
 from kernels.gpu.launch import launch
-from kernels.gpu.numbers import from_e4m3
+from kernels.gpu.numbers import from_e4m3, from_int8
+
+# Below so many programs a launch is spread over parts of the keys, as is one in which a few would have most to do. The
+# result is the same either way.
+FEW_PROGRAMS = 256
 
 
 @triton.jit
@@ -31,6 +36,8 @@ def cached_tile(
     scale = tl.full(rows.shape, 1.0, tl.float32)
     if FORMAT != 0:
         scale = tl.load(scale_ptr + rows, mask=mask, other=0.0)
+    if FORMAT == 1:
+        x = from_int8(x)
     if FORMAT == 2:
         x = from_e4m3(x)
         scale = scale * 256.0
@@ -68,6 +75,12 @@ def visible(
         bit = (bits[:, None] >> tl.minimum(tl.maximum(draft, 0), 63).to(tl.int64)[None, :]) & 1
         seen = tl.where((draft < 0)[None, :], seen, (bit == 1) & inside[None, :])
     return seen
+
+
+def few_programs(num_programs: int, batch: AttentionBatch, num_heads: int, num_parts: int, dim: int) -> bool:
+    """Whether a launch is spread over parts of the keys."""
+    part_bytes = 4 * batch.num_rows * num_heads * num_parts * dim
+    return num_parts > 1 and (batch.uneven or num_programs < FEW_PROGRAMS) and part_bytes <= MOST_PART_BYTES
 
 
 @triton.jit(do_not_specialize=("first_row", "num_parts"))

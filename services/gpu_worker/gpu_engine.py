@@ -28,7 +28,7 @@ from services.gpu_worker.engine import USEFUL_CONTEXTS, context_length, memory_e
 from services.gpu_worker.gpu_inputs import DeviceInputs, build_inputs, upload
 from services.gpu_worker.gpu_memory import Budget, Card
 from services.gpu_worker.kv_pool import block_bytes, num_blocks_for
-from services.gpu_worker.model.gpu_decoder import GpuDecoder, refuse_unknown
+from services.gpu_worker.model.gpu_decoder import GpuDecoder
 from services.gpu_worker.speculative.verify import drawn_by_chunk, draws_of
 from services.gpu_worker.variant import gpu_variant, kind_of
 from services.gpu_worker.weights.library_products import LibraryOnDevice
@@ -144,7 +144,6 @@ class GpuEngine:
         computed, kv_dtype = computed_types(device, dtype, kv_cache_dtype)
         source = open_source(model, quantization)
         config = source.config
-        refuse_unknown(config)
         length = context_length(config, max_model_len, windows=True)
         budget = None if card is None else Budget(card.total_bytes, card.free_bytes(), limits.memory_share)
         if budget is not None:
@@ -155,13 +154,21 @@ class GpuEngine:
 
         def with_pool(num_blocks: int) -> GpuEngine:
             geometry = Geometry(
-                num_blocks, block_size, config.num_heads, config.num_kv_heads, config.head_dim, config.vocab_size,
+                num_blocks, block_size, config.num_heads, config.cache_heads, config.cache_dim, config.vocab_size,
                 length,
             )  # fmt: skip
             info = EngineInfo(variant, config.vocab_size, length, block_size, num_blocks, kind_of(device))
             with torch.inference_mode(), memory_errors():
                 caches = tuple(
-                    empty_kv_cache(num_blocks, config.num_kv_heads, block_size, config.head_dim, kv_dtype, device)
+                    empty_kv_cache(
+                        num_blocks,
+                        config.cache_heads,
+                        block_size,
+                        config.cache_dim,
+                        kv_dtype,
+                        device,
+                        shared=config.latent is not None,
+                    )  # fmt: skip
                     for _ in range(config.num_layers)
                 )
             graphs = None
@@ -170,7 +177,8 @@ class GpuEngine:
                     partial(decoder.forward, caches=caches), recorder, device, block_size=block_size,
                     max_num_seqs=limits.max_num_seqs, max_model_len=length,
                 )  # fmt: skip
-            return cls(decoder, caches, geometry, info, device, graphs, fast and computed != torch.float32)
+            larger_tiles = fast and computed != torch.float32 and config.latent is None  # those of latents are alike
+            return cls(decoder, caches, geometry, info, device, graphs, larger_tiles)
 
         size, most_useful = block_bytes(config, block_size, kv_dtype), USEFUL_CONTEXTS * -(-length // block_size)
         if card is None or budget is None:

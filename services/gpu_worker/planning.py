@@ -18,7 +18,7 @@ from services.gpu_worker.device import computed_types
 from services.gpu_worker.engine import USEFUL_CONTEXTS, context_length
 from services.gpu_worker.gpu_memory import Budget
 from services.gpu_worker.kv_pool import block_bytes, cache_dtype, num_blocks_for
-from services.gpu_worker.model import gpu_decoder, native_decoder
+from services.gpu_worker.model import native_decoder
 from services.gpu_worker.model.config import ModelConfig, NotNativeError
 from services.gpu_worker.weights.native_loader import refuse_unknown
 from services.gpu_worker.weights.outline import Outline
@@ -108,9 +108,8 @@ def plan_cpu(outline: Outline, limits: Limits, engine: str = "auto", draft: Outl
 
 
 def plan_card(outline: Outline, limits: Limits, memory_bytes: int) -> Plan:
-    """A plan of 0 blocks where the weights alone are too many. ValueError (NotOnGpuError too) as the GPU engine."""
+    """A plan of 0 blocks where the weights alone are too many. ValueError as the GPU engine."""
     config = outline.config
-    gpu_decoder.refuse_unknown(config)
     length = context_length(config, limits.max_model_len, windows=True)
     computed, kv_dtype = computed_types(torch.device("cuda"), limits.dtype, limits.kv_cache_dtype)
     size = block_bytes(config, limits.block_size, kv_dtype)
@@ -169,20 +168,34 @@ def _mixture(config: ModelConfig) -> int:
 def _part_bytes(config: ModelConfig, limits: Limits, length: int) -> int:
     """Of the sums over parts of the keys, where attention keeps them for another kernel; it may do without."""
     num_parts, numbers = ceil(length / PART), limits.max_num_batched_tokens * config.num_heads
-    if num_parts == 1 or 4 * numbers * num_parts * config.head_dim > MOST_PART_BYTES:
+    dim = config.head_dim if config.latent is None else config.latent.rank
+    if num_parts == 1 or 4 * numbers * num_parts * dim > MOST_PART_BYTES:
         return 0
-    return 4 * numbers * num_parts * (config.head_dim + 2)
+    return 4 * numbers * num_parts * (dim + 2)
+
+
+def _attention_bytes(config: ModelConfig, limits: Limits, length: int, width: int) -> int:
+    """The most where a layer attends: with the parts' sums, or where heads' numbers become hidden ones."""
+    hidden, num_heads, parts = config.hidden_size, config.num_heads, _part_bytes(config, limits, length)
+    row = limits.max_num_batched_tokens * width
+    if config.latent is not None:
+        latent, up = config.latent, config.latent.nope_dim + config.latent.rope_dim
+        queries = num_heads * up + latent.q_rank  # of a latent of their own, if there is one
+        kept = 3 * hidden + queries + 2 * latent.row + num_heads * (latent.row + latent.rank)
+        routing = 12 * limits.max_num_batched_tokens * num_heads
+        return row * kept + routing + max(parts, row * (num_heads * latent.value_dim + hidden))
+    turned = (num_heads + config.num_kv_heads) * config.head_dim
+    made = turned + config.num_kv_heads * config.head_dim  # queries, keys and values
+    normed = turned if config.qk_norm else 0
+    kept = 3 * hidden + made + normed + num_heads * config.head_dim
+    return max(row * (3 * hidden + made + 2 * normed), row * kept + max(parts, row * hidden))
 
 
 def _card_step_bytes(config: ModelConfig, limits: Limits, length: int, width: int) -> int:
     """The most that `gpu_engine.largest_step` holds, in a layer or where it draws. width: bytes of an activation."""
-    row = limits.max_num_batched_tokens * width
-    heads = (2 * config.num_heads + 2 * config.num_kv_heads) * config.head_dim
-    normed = (config.num_heads + config.num_kv_heads) * config.head_dim if config.qk_norm else 0
-    attended = row * (3 * config.hidden_size + heads + normed) + _part_bytes(config, limits, length)
-    inner = config.intermediate_size * (3 if config.gated else 2)
-    most = max(heads * (2 if config.qk_norm else 1), inner, _mixture(config))
-    layer = max(attended, row * (4 * config.hidden_size + most))
+    inner = max(config.intermediate_size * (3 if config.gated else 2), _mixture(config))
+    fed = limits.max_num_batched_tokens * width * (4 * config.hidden_size + inner)
+    layer = max(_attention_bytes(config, limits, length, width), fed)
     num_samples, num_scores = _logit_rows(limits, length)
     # Logits as the model gives them, kept for log-probabilities, and then either scaled to be drawn from, or, of a
     # prompt's tokens, compared (a byte) and counted (4) for their ranks.

@@ -15,7 +15,7 @@ from services.gpu_worker.batch import Chunk
 from services.gpu_worker.engine import TorchEngine
 from services.gpu_worker.gpu_engine import GpuEngine, StepLimits, largest_step
 from services.gpu_worker.gpu_memory import LEAST_SPARE
-from services.gpu_worker.model.config import ConfigError, NotOnGpuError
+from services.gpu_worker.model.config import ConfigError
 from services.gpu_worker.step_inputs import SequenceError
 from services.gpu_worker.weights.on_device import OnDevice
 from tests.gpu_worker.engine_loops import run_loop
@@ -24,7 +24,8 @@ from tests.gpu_worker.tiny_models import Runner, build, ids_of, prompts, save
 CPU = torch.device("cpu")
 ROOM = {"kv_cache_bytes": 4 << 20}
 FAMILIES = ["llama", "llama-biases", "qwen3", "olmo2", "gemma2", "gemma3", "smollm3", "phi3-window", "granite-tied",
-            "stablelm-bias", "starcoder2-window", "mixtral", "qwen2-moe", "qwen3-moe"]  # fmt: skip
+            "stablelm-bias", "starcoder2-window", "mixtral", "qwen2-moe", "qwen3-moe", "deepseek2",
+            "deepseek2-groups", "deepseek3", "deepseek3-yarn"]  # fmt: skip
 CONTROLS: list[dict[str, Any]] = [
     {}, {"temperature": 1.0, "seed": 7}, {"temperature": 0.8, "top_p": 0.9}, {"repetition_penalty": 1.3},
     {"temperature": 0.5, "seed": 1 << 40, "logprobs": 2},
@@ -217,13 +218,6 @@ def test_the_largest_step_has_all_tokens_and_samples(engine: GpuEngine, monkeypa
 def test_settings_are_refused_by_name(folder: Path, settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         GpuEngine.load(folder, CPU, **(ROOM | settings))
-
-
-@pytest.mark.parametrize(("family", "what"), [("deepseek2", "latent attention")])
-def test_what_it_does_not_compute_is_refused_by_name(family: str, what: str, tmp_path: Path) -> None:
-    save(family, tmp_path)
-    with pytest.raises(NotOnGpuError, match=what):
-        GpuEngine.load(tmp_path, CPU, **ROOM)
 
 
 @pytest.mark.parametrize("own", CONTROLS)

@@ -56,7 +56,7 @@ def greedy_and_seeded(engine: TorchEngine | GpuEngine) -> list[list[int]]:
     return ids_of(runner.run([*sequences, hit], prefill_chunk=13))
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3", "qwen3-moe"])
+@pytest.mark.parametrize("family", ["llama", "gemma3", "qwen3-moe", "deepseek3"])
 def test_tokens_are_those_of_torchs_engine(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save(family, tmp_path, **({} if family == "gemma3" else SMALL))
     want = greedy_and_seeded(TorchEngine.load(tmp_path, **ROOM))
@@ -122,6 +122,7 @@ def peak_bytes(run: Callable[[], object]) -> int:
         ("qwen3", 64, 4, FEW),
         ("starcoder2-window", 64, 4, FEW | {"intermediate_size": 352}),
         ("mixtral", 64, 4, FEW | {"intermediate_size": 352}),
+        ("deepseek2", 64, 4, FEW | {"max_position_embeddings": 256}),
     ],
 )
 def test_the_largest_step_takes_what_is_planned(

@@ -17,18 +17,11 @@ from kernels.rms_norm import rms_norm
 from kernels.rope import rope_at
 from kernels.softcap import softcap_
 from services.gpu_worker.gpu_inputs import DeviceInputs
-from services.gpu_worker.model.config import LayerKind, ModelConfig, NotOnGpuError
+from services.gpu_worker.model.config import LayerKind, ModelConfig
 from services.gpu_worker.model.gpu_feed_forward import gpu_feed_forward
+from services.gpu_worker.model.gpu_latent_attention import Angles, all_heads, gpu_latent_attention
 from services.gpu_worker.model.layers import DecoderWeights, LayerWeights, Norm
 from services.gpu_worker.model.rope import Tables, local_rope_tables, rope_tables
-
-Angles = tuple[torch.Tensor, torch.Tensor]  # cosines and sines of all positions, each float32 [P, R / 2]
-
-
-def refuse_unknown(config: ModelConfig) -> None:
-    """NotOnGpuError for what the decoder does not compute, by name."""
-    if config.latent is not None:
-        raise NotOnGpuError("latent attention is not computed on GPUs")
 
 
 class GpuDecoder:
@@ -53,10 +46,17 @@ class GpuDecoder:
         residual = weights.embedding.index_select(0, inputs.token_ids)
         if config.embedding_scale != 1.0:
             residual *= config.embedding_scale
+        heads = None
+        if config.latent is not None:
+            heads = all_heads(residual.shape[0], config.num_heads, residual.device)
         added: torch.Tensor | None = None
         for layer, kind, cache in zip(weights.layers, config.layers, caches, strict=True):
             y = _normed_sum(residual, added, layer.attn_norm)
-            added = self._added(self._attention(y, layer, kind, cache, inputs), layer.attn_post_norm)
+            if heads is None:
+                added = self._attention(y, layer, kind, cache, inputs)
+            else:
+                added = gpu_latent_attention(y, layer, cache, inputs, self._angles, heads, config)
+            added = self._added(added, layer.attn_post_norm)
             y = _normed_sum(residual, added, layer.ffn_norm)
             added = self._added(gpu_feed_forward(y, layer.ffn, config), layer.ffn_post_norm)
         assert added is not None
@@ -78,8 +78,9 @@ class GpuDecoder:
         heads = layer.qkv(x).view(x.shape[0], -1, dim)
         qk, v = heads[:, :num_turned], heads[:, num_turned:]
         if layer.q_norm is not None and layer.k_norm is not None:
-            q, k = _normed_heads(qk[:, :num_heads], layer.q_norm), _normed_heads(qk[:, num_heads:], layer.k_norm)
-            qk = torch.cat((q, k), dim=1)
+            parts = _normed_heads(qk[:, :num_heads], layer.q_norm), _normed_heads(qk[:, num_heads:], layer.k_norm)
+            qk = torch.cat(parts, dim=1)
+            del parts  # would take as much again where it attends
         if kind.rotary:
             rope_at(qk, inputs.positions, *(self._local_angles if kind.windowed else self._angles))
         kv_store(qk[:, num_heads:], v, cache, inputs.slots)

@@ -16,7 +16,7 @@ import torch
 from kernels.kv_cache import KvCache
 from kernels.rope import rope
 from services.gpu_worker.model.config import LayerKind, ModelConfig
-from services.gpu_worker.model.layers import LayerWeights, Product, RopeRows, attended_by
+from services.gpu_worker.model.layers import ExpertProduct, LayerWeights, Product, RopeRows, attended_by
 from services.gpu_worker.step_inputs import StepInputs
 
 
@@ -40,6 +40,7 @@ def latent_attention(
     return layer.out(_by_head(mixed, parts.value_up).view(x.shape[0], -1))
 
 
-def _by_head(x: torch.Tensor, products: Seq[Product]) -> torch.Tensor:
+def _by_head(x: torch.Tensor, products: Seq[Product] | ExpertProduct) -> torch.Tensor:
     """x [N, H, K], each head through a product of its own."""
+    assert isinstance(products, tuple)
     return torch.stack([product(x[:, head].contiguous()) for head, product in enumerate(products)], dim=1)

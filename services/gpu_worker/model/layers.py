@@ -88,8 +88,8 @@ class LatentWeights:
     to the latent's, and from a latent to a value."""
 
     q_up: Product | None
-    key_up: tuple[Product, ...]
-    value_up: tuple[Product, ...]
+    key_up: tuple[Product, ...] | ExpertProduct
+    value_up: tuple[Product, ...] | ExpertProduct
 
 
 @dataclass(frozen=True, slots=True)

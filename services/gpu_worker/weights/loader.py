@@ -89,18 +89,19 @@ def _latent_layer(
     order = torch.cat((q_down, len(q_down) + _turned_last(latent, rank)))
     down = [(f"{at}q_a" if latent.q_rank else f"{at}q", len(q_down)), (f"{at}kv_a", latent.row)]
     key_up, value_up = _up_projections(reader, latent, heads, at)
-    product = reader.placement.product
+    halves = None if reader.placement.turns_pairs else order
+    q_halves = None if reader.placement.turns_pairs else q_order
     return LayerWeights(
         **norms,
-        qkv=reader.linear(down, hidden, False, order),
+        qkv=reader.linear(down, hidden, False, halves),
         q_norm=reader.head_norm(f"{at}q_norm", latent.q_rank) if latent.q_rank else None,
         k_norm=reader.head_norm(f"{at}k_norm", rank),
         out=reader.linear([(f"{at}out", hidden)], heads * latent.value_dim, config.out_bias),
         ffn=ffn,
         latent=LatentWeights(
-            q_up=reader.linear([(f"{at}q_b", len(q_order))], latent.q_rank, False, q_order) if latent.q_rank else None,
-            key_up=tuple(product(head.contiguous(), None) for head in key_up),
-            value_up=tuple(product(head.contiguous(), None) for head in value_up),
+            q_up=reader.linear([(f"{at}q_b", len(q_order))], latent.q_rank, False, q_halves) if latent.q_rank else None,
+            key_up=reader.placement.by_head(key_up),
+            value_up=reader.placement.by_head(value_up),
         ),
     )
 

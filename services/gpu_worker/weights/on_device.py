@@ -45,6 +45,8 @@ class DeviceExperts:
 class OnDevice:
     """A `Placement`, for products with rows of this type."""
 
+    turns_pairs = True
+
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
         self._device = device
         self._dtype = dtype
@@ -59,6 +61,10 @@ class OnDevice:
 
     def product(self, weight: torch.Tensor, bias: torch.Tensor | None) -> DeviceLinear:
         return DeviceLinear((self._weight(weight),), None if bias is None else bias.to(self._device))
+
+    def by_head(self, weights: torch.Tensor) -> DeviceExperts:
+        """Heads are experts, of which every token passes all."""
+        return DeviceExperts((self._weight(weights.flatten(0, 1)),))
 
     def scores(self, weight: torch.Tensor) -> DeviceLinear:
         """float32, not rounded to the type of rows."""

@@ -23,7 +23,7 @@ from services.gpu_worker.weights.safetensors import INDEX, QUANTIZATION, SINGLE,
 
 _DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 _ROWS_OF_FP8 = Scaling(torch.float8_e4m3fn, 0)
-_FLOATS_ON_GPU = ("embedding.weight", "head.weight")
+_FLOATS_ON_GPU = ("embedding", "head", "router", "shared_gate", "kv_b", "k_b", "v_b")
 _NOT_QUANTISED = ("embedding", "head", "router", "shared_gate")
 
 
@@ -50,8 +50,11 @@ class Outline:
     parameters: tuple[Outlined, ...]
 
     def device_bytes(self, dtype: torch.dtype) -> int:
-        """Of all on a GPU that computes in dtype, as `OnDevice` keeps them; embedding and output head are floats."""
-        return sum(device_bytes(None if p.place in _FLOATS_ON_GPU else p.form, p.shape, dtype) for p in self.parameters)
+        """Of all on a GPU that computes in dtype, as `OnDevice` keeps them."""
+        return sum(
+            device_bytes(None if p.place.split(".")[-2] in _FLOATS_ON_GPU else p.form, p.shape, dtype)
+            for p in self.parameters
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 
 from kernels.matmul_dense import DensePacker
-from services.gpu_worker.model.layers import FeedForwardWeights, JoinedExperts, Linear, Product
+from services.gpu_worker.model.layers import ExpertProduct, FeedForwardWeights, JoinedExperts, Linear, Product
 from services.gpu_worker.weights.source import Coded
 
 
@@ -25,7 +25,12 @@ class Rows(Protocol):
 
 
 class Placement(Protocol):
-    """Where weights are kept, and how they are multiplied with. Tensors have been read as float32, to fresh memory."""
+    """Where weights are kept, and how they are multiplied with. Tensors have been read as float32, to fresh memory.
+
+    turns_pairs: whether the decoder turns the pairs of latent attention as files have them, instead of in halves.
+    """
+
+    turns_pairs: bool
 
     def keep(self, tensor: torch.Tensor) -> torch.Tensor: ...
 
@@ -33,6 +38,10 @@ class Placement(Protocol):
 
     def product(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Product:
         """Weight [N, K]."""
+        ...
+
+    def by_head(self, weights: torch.Tensor) -> tuple[Product, ...] | ExpertProduct:
+        """Weights [H, N, K], one for each head's rows."""
         ...
 
     def scores(self, weight: torch.Tensor) -> Product:
@@ -47,6 +56,8 @@ class Placement(Protocol):
 class InMemory:
     """For torch on a CPU."""
 
+    turns_pairs = False
+
     def __init__(self) -> None:
         self._packer = DensePacker()
 
@@ -58,6 +69,9 @@ class InMemory:
 
     def product(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
         return Linear(self._packer.pack(weight), bias)
+
+    def by_head(self, weights: torch.Tensor) -> tuple[Linear, ...]:
+        return tuple(self.product(weight.contiguous(), None) for weight in weights)
 
     def scores(self, weight: torch.Tensor) -> Linear:
         return self.product(weight, None)

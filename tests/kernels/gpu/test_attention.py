@@ -71,7 +71,7 @@ def test_against_the_specification(
     parts: bool, heads: int, kv_heads: int, dim: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Sequences of one row, of several, and of one key; rows of q that are none of the batch's."""
-    import kernels.gpu.attention as op  # not before the interpreter is switched on
+    import kernels.gpu.attention_parts as op  # not before the interpreter is switched on
 
     monkeypatch.setattr(op, "FEW_PROGRAMS", 1000 if parts else 0)
     rows, lengths = [1, 1, 3], [1, 63, 100]
@@ -117,7 +117,7 @@ def test_caches_of_other_formats(cached: torch.dtype, tolerance: float, dtype: t
     ids=["window", "softcap", "sinks", "all"],
 )
 def test_windows_caps_and_sinks_in_parts_and_whole(options: AttentionOptions, monkeypatch: pytest.MonkeyPatch) -> None:
-    import kernels.gpu.attention as op  # as above
+    import kernels.gpu.attention_parts as op  # as above
 
     cache, block_ids = filled_cache([150], 1, 64, torch.float32)
     batch, q = attention_batch([3], [150], block_ids, 2), randn(3, 2, 64)
@@ -146,12 +146,13 @@ def test_a_long_sequence_among_short_ones_is_shared_between_programs(monkeypatch
 
 def test_parts_that_need_too_much_memory_are_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     import kernels.gpu.attention as op  # as above
+    import kernels.gpu.attention_parts as parts
 
     cache, block_ids = filled_cache([150], 1, 64, torch.float32)
     batch, q, options = attention_batch([3], [150], block_ids, 2), randn(3, 2, 64), AttentionOptions(0.125)
-    monkeypatch.setattr(op, "MOST_PART_BYTES", 4 * 3 * 2 * 3 * 64)
+    monkeypatch.setattr(parts, "MOST_PART_BYTES", 4 * 3 * 2 * 3 * 64)
     in_parts = attention(q, cache, batch, options)
-    monkeypatch.setattr(op, "MOST_PART_BYTES", op.MOST_PART_BYTES - 1)
+    monkeypatch.setattr(parts, "MOST_PART_BYTES", parts.MOST_PART_BYTES - 1)
     monkeypatch.setattr(op, "merge_parts", lambda *_: pytest.fail("there are parts"))
     assert same_bits(attention(q, cache, batch, options), in_parts)
 
@@ -189,7 +190,7 @@ def test_a_tree_of_64_rows_uses_all_bits() -> None:
 )
 def test_a_row_has_one_result(options: AttentionOptions, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same query at the same position: alone in parts and whole, in a batch, in chunks cut here and there."""
-    import kernels.gpu.attention as op  # as above
+    import kernels.gpu.attention_parts as op  # as above
 
     monkeypatch.setattr(np, "matmul", rows_of_products)
     total = 140

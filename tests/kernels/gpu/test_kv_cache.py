@@ -80,3 +80,14 @@ def test_refuses_other_shapes_and_types() -> None:
         kv_store(k, k, KvCache(cache.k.to(torch.int8), cache.v.to(torch.int8)), torch.zeros(1, dtype=torch.int64))
     with pytest.raises(ValueError, match="copy_blocks"):
         copy_blocks(cache, torch.zeros(1, dtype=torch.int64), torch.zeros(2, dtype=torch.int64))
+
+
+def test_a_cache_of_latents_is_kept_once() -> None:
+    for dtype, count in ((torch.float32, 1), (torch.int8, 2)):
+        cache = empty_kv_cache(2, 1, 4, 24, dtype, "cpu", shared=True)
+        assert len(cache.tensors()) == count and cache.k is cache.v
+        row = randn(1, 1, 24)
+        kv_store(row, row, cache, torch.tensor([5]))
+        want = empty_kv_cache(2, 1, 4, 24, dtype, "cpu")
+        kv_store_reference(row, row, want, torch.tensor([5]))
+        assert torch.equal(cache.v.view(torch.uint8), want.v.view(torch.uint8))
