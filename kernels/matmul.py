@@ -70,6 +70,18 @@ def values_of(weight: DeviceWeight) -> torch.Tensor:
     return weight.values() if isinstance(weight, ScaledWeight) else unpack_planes(weight)
 
 
+def same_weight(a: DeviceWeight, b: DeviceWeight) -> bool:
+    """Whether they are one, or the same numbers in the same format."""
+    fields = [f.name for f in dataclasses.fields(a)]
+    return a is b or (type(a) is type(b) and all(_same(getattr(a, name), getattr(b, name)) for name in fields))
+
+
+def _same(a: Any, b: Any) -> bool:
+    if not isinstance(a, torch.Tensor) or not isinstance(b, torch.Tensor):
+        return type(a) is type(b) and bool(a == b)
+    return a.dtype == b.dtype and a.shape == b.shape and torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+
+
 def matmul(
     x: torch.Tensor | ScaledRows, weight: DeviceWeight, bias: torch.Tensor | None = None,
     to: torch.dtype | None = None, fast: bool = False,

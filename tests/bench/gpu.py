@@ -26,6 +26,7 @@ import torch
 
 from kernels.kv_cache import empty_kv_cache
 from kernels.matmul import DeviceWeight, prepare
+from kernels.matmul_float import FloatWeight
 from kernels.matmul_w8a8 import ScaledWeight
 from kernels.planar_weight import GroupedCodes
 from services.gpu_worker.attention_plan import Geometry
@@ -35,7 +36,7 @@ from services.gpu_worker.gpu_engine import GpuEngine
 from services.gpu_worker.model.config import LayerKind, ModelConfig
 from services.gpu_worker.model.gpu_decoder import GpuDecoder
 from services.gpu_worker.model.layers import DecoderWeights, FeedForwardWeights, LayerWeights, Norm
-from services.gpu_worker.weights.on_device import DeviceLinear
+from services.gpu_worker.weights.on_device import DeviceLinear, DeviceTable
 from shared.protocol import SamplingParams
 from tests.bench import gpu_others, gpu_serving
 from tests.bench.gpu_cases import CARD, TINY, Sizes, cases
@@ -120,7 +121,8 @@ class Bench:
             )
             for _ in range(s.layers)
         )  # fmt: skip
-        embedding = torch.randn(s.vocabulary, s.hidden, dtype=self.dtype, device=self.device)
+        table = torch.randn(s.vocabulary, s.hidden, dtype=self.dtype, device=self.device)
+        embedding = DeviceTable(FloatWeight(table), self.dtype)
         head = linear(s.vocabulary, s.hidden, torch.float32)
         length = s.context + s.chunk + 4 * s.steps
         decoder = GpuDecoder(config, DecoderWeights(embedding, layers, norm(), head), length)

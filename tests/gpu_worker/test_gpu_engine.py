@@ -19,6 +19,7 @@ from services.gpu_worker.model.config import ConfigError
 from services.gpu_worker.step_inputs import SequenceError
 from services.gpu_worker.weights.on_device import OnDevice
 from tests.gpu_worker.engine_loops import run_loop
+from tests.gpu_worker.gguf_files import write_gguf
 from tests.gpu_worker.tiny_models import Runner, build, ids_of, prompts, save
 
 CPU = torch.device("cpu")
@@ -246,6 +247,23 @@ def test_quantised_weights_give_the_logits_of_the_same_weights_as_floats(quantiz
     engine = GpuEngine.load(tmp_path, CPU, quantization=quantization, **ROOM)
     assert isinstance(engine._decoder._weights.layers[0].out.parts[0], PlanarWeight)  # type: ignore[attr-defined]
     got = logits(engine)
+    assert (got - want).abs().max() < 0.01 * want.abs().max()
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_embedding_and_output_head_stay_in_the_files_codes(tied: bool, tmp_path: Path) -> None:
+    model = build("llama", hidden_size=128, intermediate_size=256, num_attention_heads=4, tie_word_embeddings=tied)
+    path = tmp_path / "model.gguf"
+    write_gguf(model, path, type_name="Q8_0")
+    text = prompts(1, low=20)[0]
+    engine = GpuEngine.load(path, CPU, **ROOM)
+    weights: Any = engine._decoder._weights
+    embedding, (head,) = weights.embedding.weight, weights.head.parts
+    assert isinstance(embedding, PlanarWeight) and isinstance(head, PlanarWeight) and (head is embedding) == tied
+    want, got = (
+        made.logits(Chunk(Runner(made).sequence(text, 1), 0, len(text), True), 0)
+        for made in (TorchEngine.load(path, **ROOM), engine)
+    )
     assert (got - want).abs().max() < 0.01 * want.abs().max()
 
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from kernels.matmul_dense import matmul_dense
-from services.gpu_worker.model.layers import DecoderWeights, FeedForwardWeights, Linear
+from services.gpu_worker.model.layers import DecoderWeights, FeedForwardWeights, FloatTable, Linear
 from services.gpu_worker.weights.loader import load_weights, open_source
 from services.gpu_worker.weights.source import WeightsError
 from tests.gpu_worker.gguf_files import write_gguf
@@ -37,7 +37,8 @@ def dense(linear: Linear) -> torch.Tensor:
 
 
 def assert_equal_to(weights: DecoderWeights, state: dict[str, torch.Tensor]) -> None:
-    assert torch.equal(weights.embedding, state["model.embed_tokens.weight"])
+    assert isinstance(weights.embedding, FloatTable)
+    assert torch.equal(weights.embedding.tensor, state["model.embed_tokens.weight"])
     assert torch.equal(weights.final_norm.weight, state["model.norm.weight"])
     for i, layer in enumerate(weights.layers):
         assert isinstance(layer.ffn, FeedForwardWeights)
@@ -90,7 +91,8 @@ def test_weight_files_quantised_gguf_types(tmp_path: Path, type_name: str, toler
     model = build("llama", **SMALL)
     write_gguf(model, tmp_path / "model.gguf", type_name=type_name)
     weights, state = load(tmp_path / "model.gguf"), model.state_dict()
-    assert (weights.embedding - state["model.embed_tokens.weight"]).abs().max() < tolerance
+    assert isinstance(weights.embedding, FloatTable)
+    assert (weights.embedding.tensor - state["model.embed_tokens.weight"]).abs().max() < tolerance
     q = torch.cat([state[f"model.layers.1.self_attn.{name}_proj.weight"] for name in "qkv"])
     assert (dense(weights.layers[1].qkv) - q).abs().max() < tolerance
 

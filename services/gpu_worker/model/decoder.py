@@ -48,7 +48,7 @@ class Decoder:
         weights, config = self.weights, self.config
         angles = _rows(self._tables, inputs)
         local = angles if self._local_tables is None else _rows(self._local_tables, inputs)
-        x = weights.embedding.index_select(0, inputs.token_ids)
+        x = weights.embedding(inputs.token_ids)
         if config.embedding_scale != 1.0:
             x = x * config.embedding_scale
         for layer, kind, cache in zip(weights.layers, config.layers, pool.layers, strict=True):

@@ -30,7 +30,7 @@ class GpuDecoder:
     def __init__(self, config: ModelConfig, weights: DecoderWeights, max_model_len: int) -> None:
         self.config = config
         self._weights = weights
-        device = weights.embedding.device
+        device = weights.final_norm.weight.device
         self._angles = _halves(rope_tables(config, max_model_len), device)
         local = local_rope_tables(config, max_model_len)
         self._local_angles = self._angles if local is None else _halves(local, device)
@@ -43,7 +43,7 @@ class GpuDecoder:
     def forward(self, inputs: DeviceInputs, caches: Seq[KvCache]) -> torch.Tensor:
         """Store the K and V of all rows; the logits of the sample rows, float32 [S, vocab_size]."""
         weights, config = self._weights, self.config
-        residual = weights.embedding.index_select(0, inputs.token_ids)
+        residual = weights.embedding(inputs.token_ids)
         if config.embedding_scale != 1.0:
             residual *= config.embedding_scale
         heads = None

@@ -26,6 +26,12 @@ class Product(Protocol):
     def __call__(self, x: torch.Tensor, /) -> torch.Tensor: ...
 
 
+class Table(Protocol):
+    """An embedding: ids int64 [N] -> rows [N, hidden_size]."""
+
+    def __call__(self, ids: torch.Tensor, /) -> torch.Tensor: ...
+
+
 class ExpertProduct(Protocol):
     """x, a row for each token or for each pair of a token and an expert -> a row for each pair."""
 
@@ -39,6 +45,14 @@ class Linear:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return matmul_dense(x, self.weight, self.bias)
+
+
+@dataclass(frozen=True, slots=True)
+class FloatTable:
+    tensor: torch.Tensor  # [vocab_size, hidden_size]
+
+    def __call__(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.tensor.index_select(0, ids)
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +125,7 @@ class LayerWeights:
 
 @dataclass(frozen=True, slots=True)
 class DecoderWeights:
-    embedding: torch.Tensor  # [vocab_size, hidden_size]
+    embedding: Table
     layers: tuple[LayerWeights, ...]
     final_norm: Norm
     head: Product

@@ -23,7 +23,7 @@ from services.gpu_worker.model.layers import (
 from services.gpu_worker.weights.gguf import GGUFSource
 from services.gpu_worker.weights.names import is_place
 from services.gpu_worker.weights.online import QuantizingSource
-from services.gpu_worker.weights.placement import InMemory, Placement
+from services.gpu_worker.weights.placement import Ends, InMemory, Placement
 from services.gpu_worker.weights.safetensors import SafetensorsSource
 from services.gpu_worker.weights.source import Coded, WeightsError, WeightSource
 
@@ -46,12 +46,12 @@ def load_weights(
     """Read, fuse and place everything; WeightsError names what is missing, of another shape, or left over."""
     reader = _Reader(source, progress, placement or InMemory())
     config = source.config
-    embedding = reader.read("embedding.weight", config.vocab_size, config.hidden_size)
+    ends = _ends(reader, config)
     weights = DecoderWeights(
-        embedding=embedding,
+        embedding=ends.embedding,
         layers=tuple(_layer(reader, config, i) for i in range(config.num_layers)),
         final_norm=reader.norm("final_norm", config.hidden_size),
-        head=_head(reader, config, embedding),
+        head=ends.head,
     )
     reader.finish()
     return weights
@@ -150,18 +150,19 @@ def _experts(reader: _Reader, config: ModelConfig, at: str) -> ExpertWeights:
     )
 
 
-def _head(reader: _Reader, config: ModelConfig, embedding: torch.Tensor) -> Product:
+def _ends(reader: _Reader, config: ModelConfig) -> Ends:
     """The checkpoint decides whether the output head is the embedding; the configuration may be wrong about it."""
+    embedding, head = (reader.rows([(name, config.vocab_size)], config.hidden_size) for name in ("embedding", "head"))
     place = "head.weight"
     name = reader.source.file_name(place)
     if place not in reader.source.shapes:
         if config.tied is False:
             log.warning("tie_word_embeddings is false but there is no %s: the embedding serves as output head", name)
-        return reader.placement.scores(embedding)
-    head = reader.read(place, config.vocab_size, config.hidden_size)
-    if config.tied and not torch.equal(head, embedding):
+        return reader.placement.ends(embedding, None)
+    ends = reader.placement.ends(embedding, head)
+    if config.tied and ends.differ:
         log.warning("tie_word_embeddings is true but %s differs from the embedding: it is used", name)
-    return reader.placement.scores(head)
+    return ends
 
 
 class TensorLedger:

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
-from kernels.matmul import DeviceWeight, join, matmul, prepare, stack, values_of
+from kernels.embedding import embedding_rows
+from kernels.matmul import DeviceWeight, join, matmul, prepare, same_weight, stack, values_of
 from kernels.matmul_experts import matmul_experts
 from kernels.matmul_float import FloatWeight
 from kernels.routing import Routing
@@ -28,6 +29,22 @@ class DeviceLinear:
             return matmul(x, self.parts[0], self.bias, self.to)
         y = torch.cat([matmul(x, part, None, torch.float32) for part in self.parts], 1)
         return (y if self.bias is None else y + self.bias).to(self.to or x.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceTable:
+    weight: DeviceWeight
+    to: torch.dtype
+
+    def __call__(self, ids: torch.Tensor) -> torch.Tensor:
+        return embedding_rows(self.weight, ids, self.to)
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceEnds:
+    embedding: DeviceTable
+    head: DeviceLinear
+    differ: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +86,13 @@ class OnDevice:
     def scores(self, weight: torch.Tensor) -> DeviceLinear:
         """float32, not rounded to the type of rows."""
         return DeviceLinear((self._weight(weight),), to=torch.float32)
+
+    def ends(self, embedding: Rows, head: Rows | None) -> DeviceEnds:
+        (table,) = self._parts(embedding)
+        (weight,) = (table,) if head is None else self._parts(head)
+        return DeviceEnds(
+            DeviceTable(table, self._dtype), DeviceLinear((weight,), to=torch.float32), not same_weight(weight, table)
+        )
 
     def experts(self, into: Sequence[Rows], down: Sequence[Rows]) -> JoinedExperts:
         return JoinedExperts(self._stacked(into), self._stacked(down))

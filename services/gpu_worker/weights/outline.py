@@ -23,7 +23,7 @@ from services.gpu_worker.weights.safetensors import INDEX, QUANTIZATION, SINGLE,
 
 _DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 _ROWS_OF_FP8 = Scaling(torch.float8_e4m3fn, 0)
-_FLOATS_ON_GPU = ("embedding", "head", "router", "shared_gate", "kv_b", "k_b", "v_b")
+_FLOATS_ON_GPU = ("router", "shared_gate", "kv_b", "k_b", "v_b")
 _NOT_QUANTISED = ("embedding", "head", "router", "shared_gate")
 
 

@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
 from kernels.matmul_dense import DensePacker
-from services.gpu_worker.model.layers import ExpertProduct, FeedForwardWeights, JoinedExperts, Linear, Product
+from services.gpu_worker.model.layers import (
+    ExpertProduct,
+    FeedForwardWeights,
+    FloatTable,
+    JoinedExperts,
+    Linear,
+    Product,
+    Table,
+)
 from services.gpu_worker.weights.source import Coded
 
 
@@ -22,6 +31,21 @@ class Rows(Protocol):
     def stored(self) -> list[Coded | torch.Tensor]:
         """Each as products on a GPU take it, or as the file has it: see `WeightSource`."""
         ...
+
+
+class Ends(Protocol):
+    """An embedding and an output head of the same vocabulary."""
+
+    @property
+    def embedding(self) -> Table: ...
+
+    @property
+    def head(self) -> Product:
+        """y is float32."""
+        ...
+
+    @property
+    def differ(self) -> bool: ...
 
 
 class Placement(Protocol):
@@ -45,12 +69,23 @@ class Placement(Protocol):
         ...
 
     def scores(self, weight: torch.Tensor) -> Product:
-        """The output head, or what experts are chosen by: y is float32. weight: may be the embedding, which is kept."""
+        """What experts are chosen by: y is float32."""
+        ...
+
+    def ends(self, embedding: Rows, head: Rows | None) -> Ends:
+        """head: None where the embedding serves as one."""
         ...
 
     def experts(self, into: Sequence[Rows], down: Sequence[Rows]) -> tuple[FeedForwardWeights, ...] | JoinedExperts:
         """Of each expert its `FeedForwardWeights`, without biases."""
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class FloatEnds:
+    embedding: FloatTable
+    head: Linear
+    differ: bool
 
 
 class InMemory:
@@ -75,6 +110,13 @@ class InMemory:
 
     def scores(self, weight: torch.Tensor) -> Linear:
         return self.product(weight, None)
+
+    def ends(self, embedding: Rows, head: Rows | None) -> FloatEnds:
+        table = embedding.floats()
+        weight = table if head is None else head.floats()
+        return FloatEnds(
+            FloatTable(table), self.product(weight, None), head is not None and not torch.equal(weight, table)
+        )
 
     def experts(self, into: Sequence[Rows], down: Sequence[Rows]) -> tuple[FeedForwardWeights, ...]:
         pairs = zip(into, down, strict=True)
