@@ -14,6 +14,7 @@ import torch
 from kernels.matmul_a16 import matmul_a16
 from kernels.matmul_float import FloatWeight, join_floats, matmul_float
 from kernels.matmul_w8a8 import ScaledWeight, join_scaled, matmul_w8a8
+from kernels.matmul_w8a16 import matmul_w8a16, takes_w8a16
 from kernels.packed_weight import Codes
 from kernels.planar_weight import GroupedCodes, PlanarWeight, fits, grouped, join_planes, pack_planes, unpack_planes
 from kernels.scaled_rows import ScaledRows
@@ -27,7 +28,7 @@ def prepare(
     """weight [N, K], laid out for products with rows of this type.
 
     Floats take the type. Codes keep their bits, unless their groups are too small for that. With a ScaledWeight
-    activations are quantised like the weight.
+    activations are quantised like the weight, unless `takes_w8a16` says no.
     """
     if isinstance(weight, torch.Tensor):
         if weight.dim() != 2:
@@ -92,6 +93,8 @@ def matmul(
     result does not depend on the other rows, nor on how many they are; with `fast` it may, and a bias is rounded.
     """
     if isinstance(weight, ScaledWeight):
+        if isinstance(x, torch.Tensor) and takes_w8a16(x, weight):
+            return matmul_w8a16(x, weight, bias, to)
         return matmul_w8a8(x, weight, bias, to, fast)
     if isinstance(x, ScaledRows):
         raise TypeError("matmul: rows of eight bits with a weight of another format")

@@ -15,6 +15,7 @@ from kernels.matmul import DeviceWeight
 from kernels.matmul_a16 import matmul_a16_reference
 from kernels.matmul_float import FLOATS, FloatWeight, matmul_float_reference
 from kernels.matmul_w8a8 import ScaledWeight, matmul_w8a8_reference
+from kernels.matmul_w8a16 import takes_w8a16
 from kernels.planar_weight import PlanarWeight
 from kernels.routing import Routing
 from kernels.scaled_rows import scale_rows
@@ -36,10 +37,13 @@ def matmul_experts(
     from kernels.gpu.matmul_a16 import matmul_a16_triton  # where there is no GPU, there need be no Triton
     from kernels.gpu.matmul_float import matmul_float_triton  # as above
     from kernels.gpu.matmul_w8a8 import matmul_w8a8_triton  # as above
+    from kernels.gpu.matmul_w8a16 import matmul_w8a16_triton  # as above
 
     if isinstance(weight, FloatWeight):
         return matmul_float_triton(x, weight.tensor, None, to, routing)
     if isinstance(weight, ScaledWeight):
+        if takes_w8a16(x, weight):
+            return matmul_w8a16_triton(x, weight, None, to, routing)
         return matmul_w8a8_triton(scale_rows(x, weight.q.dtype, weight.group), weight, None, to, routing)
     return matmul_a16_triton(x, weight, None, to, routing)
 

@@ -64,7 +64,7 @@ class PlanarWeight:
 
     def scales(self) -> tuple[torch.Tensor, torch.Tensor]:
         """float32 [N, groups], with what pads the columns: the scales, and what is taken off scale times code."""
-        halves = self.words.t().reshape(-1).view(torch.float16).view(self.out_features, -1).float()
+        halves = self.words.t().reshape(-1).view(torch.float16).view(self.out_features, 2 * len(self.words)).float()
         if self.centre is None:
             return halves[:, 0::2], halves[:, 1::2]
         return halves, halves * self.centre

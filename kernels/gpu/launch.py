@@ -39,6 +39,11 @@ class Target:
         """Triton 3.7 multiplies float32 in tf32 here, whatever it is told, where an operand has been computed."""
         return isinstance(self.arch, int) and self.arch >= 100
 
+    @property
+    def multiplies_e4m3(self) -> bool:
+        """AMD's 8-bit floats there are others."""
+        return isinstance(self.arch, int) and self.arch >= 89
+
 
 TARGETS = {
     target.name: target

@@ -114,8 +114,7 @@ def _format(x: torch.Tensor, dtype: torch.dtype) -> int:
     """8-bit floats are multiplied as such where the device has that, else as float16, which hold them exactly."""
     if dtype is torch.int8:
         return INTEGERS
-    arch = target_of(x).arch
-    return E4M3 if isinstance(arch, int) and arch >= 89 else E4M3_AS_HALVES
+    return E4M3 if target_of(x).multiplies_e4m3 else E4M3_AS_HALVES
 
 
 def _case(num_tokens: int, rows: int, columns: int, dtype: torch.dtype, group: int | None = None) -> CompileCase:

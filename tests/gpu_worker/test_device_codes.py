@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,9 +12,11 @@ from kernels.matmul import DeviceWeight, prepare
 from kernels.matmul_float import FloatWeight
 from kernels.matmul_w8a8 import ScaledWeight
 from kernels.packed_weight import SCHEMES, dequantize
-from kernels.planar_weight import PlanarWeight, unpack_planes
+from kernels.planar_weight import PlanarWeight, grouped, pack_planes, unpack_planes
+from kernels.routing import routing_of
+from services.gpu_worker.model.layers import ExpertWeights, JoinedExperts, LayerWeights
 from services.gpu_worker.weights.loader import load_weights, open_source
-from services.gpu_worker.weights.on_device import DeviceLinear, OnDevice
+from services.gpu_worker.weights.on_device import DeviceExperts, DeviceLinear, OnDevice
 from services.gpu_worker.weights.placement import InMemory
 from services.gpu_worker.weights.source import Coded
 from tests.gpu_worker.quantized_folders import FORMATS, quantize
@@ -84,6 +87,68 @@ def test_products_of_a_model_that_is_loaded(tmp_path: Path, name: str) -> None:
         torch.testing.assert_close(mine(x), other(x), atol=5e-3, rtol=0)
     assert isinstance(got.out, DeviceLinear)
     assert isinstance(got.out.parts[0], FloatWeight if name == "nf4" else PlanarWeight)
+
+
+EXPERTS, SIZE = 6, 32
+
+
+def experts_on_device(folder: Path, method: str) -> tuple[ExpertWeights, ExpertWeights, LayerWeights]:
+    """The same layer's for torch and for a GPU, and all of the latter."""
+    torchs, gpus = (
+        load_weights(open_source(folder, method), placement=placement).layers[-1]
+        for placement in (InMemory(), OnDevice(CPU, torch.float32))
+    )
+    assert isinstance(torchs.ffn, ExpertWeights) and isinstance(gpus.ffn, ExpertWeights)
+    return torchs.ffn, gpus.ffn, gpus
+
+
+@pytest.mark.parametrize(
+    ("method", "kind", "tolerance"),
+    [("none", FloatWeight, 1e-5), ("int4", PlanarWeight, 5e-3), ("fp8", ScaledWeight, 0.06)],
+)
+def test_experts_are_one_weight_in_their_codes(tmp_path: Path, method: str, kind: type[Any], tolerance: float) -> None:
+    save("qwen3-moe", tmp_path, hidden_size=64, moe_intermediate_size=SIZE, intermediate_size=96, num_hidden_layers=1,
+         mlp_only_layers=[])  # fmt: skip
+    want, got, _ = experts_on_device(tmp_path, method)
+    assert isinstance(want.experts, tuple) and isinstance(got.experts, JoinedExperts)
+    routing = routing_of(torch.arange(EXPERTS).repeat(3, 1), EXPERTS)
+    for name, x in (("into", torch.randn(3, 64)), ("down", torch.randn(3 * EXPERTS, SIZE))):
+        product: Any = getattr(got.experts, name)
+        assert [type(part) for part in product.parts] == [kind]
+        y = product(x, routing).view(3, EXPERTS, -1)
+        for number, expert in enumerate(want.experts):
+            rows = x if name == "into" else x.view(3, EXPERTS, -1)[:, number].contiguous()
+            other = getattr(expert, name)(rows)
+            torch.testing.assert_close(y[:, number], other, atol=tolerance * other.abs().max().item(), rtol=0)
+
+
+def test_what_leads_to_latents_stays_in_its_codes(tmp_path: Path) -> None:
+    save("deepseek3", tmp_path)
+    _, _, layer = experts_on_device(tmp_path, "fp8")
+    assert layer.latent is not None
+    products: list[Any] = [layer.qkv, layer.out, layer.latent.q_up]
+    assert [type(part) for product in products for part in product.parts] == [ScaledWeight] * 3
+    ups: list[Any] = [layer.latent.key_up, layer.latent.value_up]
+    assert [type(part) for up in ups for part in up.parts] == [FloatWeight] * 2
+
+
+def test_experts_of_different_formats_become_floats() -> None:
+    class Expert:
+        def __init__(self, part: Coded | torch.Tensor) -> None:
+            self.part = part
+
+        def floats(self) -> torch.Tensor:
+            raise AssertionError("read once, as it is stored")
+
+        def stored(self) -> list[Coded | torch.Tensor]:
+            return [self.part]
+
+    codes, floats = random_codes("Q4_K", 4, 256), torch.randn(4, 256)
+    experts = [Expert(codes), Expert(floats)]
+    product = OnDevice(CPU, torch.float32).experts(experts, experts).into
+    assert isinstance(product, DeviceExperts) and isinstance(product.parts[0], FloatWeight)
+    want = torch.cat((unpack_planes(pack_planes(grouped(codes))), floats))
+    assert torch.equal(product.parts[0].tensor, want)
 
 
 class ThreeParts:

@@ -67,6 +67,14 @@ def test_every_pair_is_in_one_tile_of_its_expert(num_tokens: int) -> None:
         assert sorted(pairs_in(routing)) == list(range(2 * num_tokens))
 
 
+@pytest.mark.parametrize("num_tokens", [1, 100])
+def test_tiles_are_made_without_looking_at_what_is_chosen(num_tokens: int) -> None:
+    """Tensors without numbers are enough, so the host waits for none."""
+    made, like = routing_of(chosen_of(num_tokens).to("meta"), EXPERTS), routing_of(chosen_of(num_tokens), EXPERTS)
+    assert (made.slots.shape, made.experts.shape) == (like.slots.shape, like.experts.shape)
+    assert made.slots.is_meta and made.experts.is_meta
+
+
 @pytest.mark.parametrize("kind", ["floats", "e4m3", "codes"])
 def test_against_the_specification(kind: str) -> None:
     for num_tokens, rows in ((1, 3), (19, 65)):

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from kernels.matmul import join, matmul, prepare
-from kernels.matmul_w8a8 import ScaledWeight, matmul_w8a8_reference
+from kernels.matmul_w8a8 import ScaledWeight, matmul_w8a8, matmul_w8a8_reference
 from kernels.scaled_rows import scale_rows, scale_rows_reference
 from tests.kernels.gpu.checks import assert_rows_alone, randn, same_bits, strided
 
@@ -55,7 +55,10 @@ def test_floats_of_eight_bits_on_devices_that_have_none(monkeypatch: pytest.Monk
 
     monkeypatch.setattr(launch, "_FALLBACK", launch.TARGETS["sm_80"])
     for group in (None, 128):
-        assert_product(scaled_weight(torch.float8_e4m3fn, 5, 256, group), 3)
+        weight, scaled = scaled_weight(torch.float8_e4m3fn, 5, 256, group), scale_rows(randn(3, 256), FORMATS[1], group)
+        want = matmul_w8a8_reference(scaled, weight, None, torch.float32)
+        got = matmul_w8a8(scaled, weight, to=torch.float32)
+        torch.testing.assert_close(got, want, atol=want.abs().max().item() * 2e-6, rtol=0)
 
 
 @pytest.mark.parametrize("dtype", FORMATS)
