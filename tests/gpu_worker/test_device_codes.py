@@ -108,7 +108,7 @@ def experts_on_device(folder: Path, method: str) -> tuple[ExpertWeights, ExpertW
 )
 def test_experts_are_one_weight_in_their_codes(tmp_path: Path, method: str, kind: type[Any], tolerance: float) -> None:
     save("qwen3-moe", tmp_path, hidden_size=64, moe_intermediate_size=SIZE, intermediate_size=96, num_hidden_layers=1,
-         mlp_only_layers=[])  # fmt: skip
+         mlp_only_layers=[], head_dim=16)  # fmt: skip
     want, got, _ = experts_on_device(tmp_path, method)
     assert isinstance(want.experts, tuple) and isinstance(got.experts, JoinedExperts)
     routing = routing_of(torch.arange(EXPERTS).repeat(3, 1), EXPERTS)
