@@ -141,7 +141,7 @@ def test_info_and_variant(folder: Path, engine: GpuEngine) -> None:
     assert eighth.num_blocks > 3 * info.num_blocks and eighth.variant not in (info.variant, half.variant)
 
 
-@pytest.mark.parametrize("family", ["llama-biases", "mixtral"])
+@pytest.mark.parametrize("family", ["llama-biases", "mixtral", "deepseek3"])
 def test_libraries_multiply_many_rows_if_they_may(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save(family, tmp_path)
     num_rows: list[int] = []

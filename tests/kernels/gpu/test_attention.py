@@ -129,10 +129,11 @@ def test_windows_caps_and_sinks_in_parts_and_whole(options: AttentionOptions, mo
 
 def test_a_long_sequence_among_short_ones_is_shared_between_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     import kernels.gpu.attention as op  # as above
+    import kernels.gpu.attention_parts as parts
 
     merges: list[int] = []
     merge = op.merge_parts
-    monkeypatch.setattr(op, "FEW_PROGRAMS", 0)
+    monkeypatch.setattr(parts, "FEW_PROGRAMS", 0)
     monkeypatch.setattr(op, "merge_parts", lambda *a: merges.append(a[0].shape[2]) or merge(*a))
     cache, block_ids = filled_cache([200, 20, 20, 20], 1, 64, torch.float32)
     q, options = randn(4, 2, 64), AttentionOptions(0.125)
