@@ -22,9 +22,7 @@ def latent_attention(q: torch.Tensor, cache: KvCache, batch: AttentionBatch, sca
     """
     _check(q, cache, batch, out)
     if uses_triton(q):
-        from kernels.gpu.latent_attention import (
-            latent_attention_triton,
-        )  # where there is no GPU, there need be no Triton
+        from kernels.gpu.latent_attention import latent_attention_triton  # needs Triton, as a GPU has it
 
         latent_attention_triton(q, cache, batch, scale, out)
     else:

@@ -28,6 +28,7 @@ from services.gpu_worker.engine import USEFUL_CONTEXTS, context_length, memory_e
 from services.gpu_worker.gpu_inputs import DeviceInputs, build_inputs, upload
 from services.gpu_worker.gpu_memory import Budget, Card
 from services.gpu_worker.kv_pool import block_bytes, num_blocks_for
+from services.gpu_worker.model.config import ModelConfig
 from services.gpu_worker.model.gpu_decoder import GpuDecoder
 from services.gpu_worker.speculative.verify import drawn_by_chunk, draws_of
 from services.gpu_worker.variant import gpu_variant, kind_of
@@ -158,19 +159,7 @@ class GpuEngine:
                 length,
             )  # fmt: skip
             info = EngineInfo(variant, config.vocab_size, length, block_size, num_blocks, kind_of(device))
-            with torch.inference_mode(), memory_errors():
-                caches = tuple(
-                    empty_kv_cache(
-                        num_blocks,
-                        config.cache_heads,
-                        block_size,
-                        config.cache_dim,
-                        kv_dtype,
-                        device,
-                        shared=config.latent is not None,
-                    )  # fmt: skip
-                    for _ in range(config.num_layers)
-                )
+            caches = _caches(config, num_blocks, block_size, kv_dtype, device)
             graphs = None
             if recorder is not None:
                 graphs = DecodeGraphs(
@@ -238,6 +227,18 @@ def _decoder(
     with torch.inference_mode(), memory_errors():
         weights = load_weights(source, progress, placement(device, dtype))
         return GpuDecoder(source.config, weights, length)
+
+
+def _caches(
+    config: ModelConfig, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
+) -> tuple[KvCache, ...]:
+    """Of each layer; with latents keys and values are the same numbers."""
+    heads, dim, shared = config.cache_heads, config.cache_dim, config.latent is not None
+    with torch.inference_mode(), memory_errors():
+        return tuple(
+            empty_kv_cache(num_blocks, heads, block_size, dim, dtype, device, shared=shared)
+            for _ in range(config.num_layers)
+        )
 
 
 def _num_blocks(
