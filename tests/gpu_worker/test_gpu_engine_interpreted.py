@@ -122,6 +122,7 @@ def peak_bytes(run: Callable[[], object]) -> int:
         ("qwen3", 64, 4, FEW),
         ("starcoder2-window", 64, 4, FEW | {"intermediate_size": 352}),
         ("mixtral", 64, 4, FEW | {"intermediate_size": 352}),
+        ("deepseek2", 64, 4, FEW),
         ("deepseek2", 64, 4, FEW | {"max_position_embeddings": 256}),
     ],
 )
