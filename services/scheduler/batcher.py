@@ -181,10 +181,13 @@ class Batcher:
             self._refuse(queued, view.capacity)
         elif queued.blocks_left:
             view.full_for[queued.key] = table.num_free
-            return
-        view.full_at = table.num_free
+        else:
+            view.full_at = table.num_free
         if view.ending_calls:
             return  # more may be free than the answer says
+        if queued.blocks_left:  # it makes room for itself alone
+            self._pressure.preempt(view, queued, key=queued.key)
+            return
         if not self._pressure.preempt(view, queued):
             self._make_way(queued, view)
 

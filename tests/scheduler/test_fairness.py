@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from services.scheduler.fairness import PREFILL_AHEAD_S, RECENT_S
-from shared.store_calls import Ensure
+from shared.store_calls import Ensure, Update
 from shared.worker_protocol import Extend, Preempt
-from tests.scheduler.hand import NUM_BLOCKS, Hand, changes, row
+from tests.scheduler.hand import NUM_BLOCKS, Hand, calls, changes, row
 
 
 def placed(h: Hand, num: int = 1000) -> list[str]:
@@ -150,6 +150,21 @@ def test_a_key_that_has_to_leave_blocks_does_not_stop_others_when_they_are_used_
     assert h.pending(Ensure) == []
     end(h, "b1.0")
     assert [e.sid for e in h.pending(Ensure)] == ["a1.0"], "it is asked again when more may be free"
+
+
+def test_beside_another_key_the_own_of_lower_priority_gives_way_too_and_no_other() -> None:
+    h = Hand(max_num_seqs=8)
+    h.run("b0.0", key="b", priority=9)
+    h.run("low.0", key="a", priority=5)
+    h.run("same.0", key="a")
+    ensure = h.ensure("urgent.0", key="a")
+    assert ensure.keep_free > 3, "some are left to others"
+    h.answer(ensure, status="full", num_needed=3, num_free=8)
+    assert [c for c in changes(h.until_quiet()) if isinstance(c, Preempt)] == [Preempt(sid="low.0", epoch=1)]
+    h.report(ended=(("low.0", 1, "preempted"),))
+    [update] = calls(h.until_quiet(), Update)
+    h.answer(update, num_free=11)
+    assert [e.sid for e in h.pending(Ensure)] == ["urgent.0"]
 
 
 def test_a_flood_of_long_prompts_does_not_fill_a_worker_with_prefill() -> None:
