@@ -8,8 +8,8 @@ from typing import Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 OFF = "none"
-NOT_YET = ("medusa", "auto")
-HEADS = ("eagle", "eagle3")
+NOT_YET = ("auto",)
+HEADS = ("medusa", "eagle", "eagle3")
 MODELS = ("draft_model", *HEADS)
 KNOWN = ("ngram", "suffix", *MODELS)
 MAX_SPECULATIVE_TOKENS = 64
@@ -25,7 +25,7 @@ class SpeculativeConfig(BaseModel):
     `draft_model`."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
-    method: Literal["ngram", "suffix", "draft_model", "eagle", "eagle3"]
+    method: Literal["ngram", "suffix", "draft_model", "medusa", "eagle", "eagle3"]
     num_speculative_tokens: int = Field(default=16, ge=1, le=MAX_SPECULATIVE_TOKENS)
     prompt_lookup_min: int = Field(default=2, ge=1, le=16)
     prompt_lookup_max: int = Field(default=5, ge=1, le=16)

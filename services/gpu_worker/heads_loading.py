@@ -10,9 +10,11 @@ from services.gpu_worker.batch import Engine
 from services.gpu_worker.model.config import ConfigError
 from services.gpu_worker.model.native_decoder import block_bytes
 from services.gpu_worker.native_engine import NativeEngine
-from services.gpu_worker.speculative.head_config import drafting_layer, read_eagle
+from services.gpu_worker.speculative.head_config import drafting_layer, read_eagle, read_medusa
 from services.gpu_worker.speculative.head_proposer import HeadProposer
+from services.gpu_worker.speculative.medusa_proposer import MedusaProposer
 from services.gpu_worker.speculative.native_eagle import NativeEagle, load_eagle
+from services.gpu_worker.speculative.native_medusa import NativeMedusa, load_medusa
 from services.gpu_worker.weights.head_files import CONFIG
 from services.gpu_worker.weights.loader import open_source
 from services.gpu_worker.weights.safetensors import json_object
@@ -29,7 +31,7 @@ class Heads:
     """What is asked for, of a model."""
 
     folder: Path
-    kind: Literal["eagle", "eagle3"]
+    kind: Literal["medusa", "eagle", "eagle3"]
     target: Path
     block_size: int
 
@@ -37,22 +39,36 @@ class Heads:
         """What each block of the target takes more."""
         target = open_source(self.target).config
         try:
-            config = read_eagle(json_object(self.folder / CONFIG), self.kind, target)
+            values = json_object(self.folder / CONFIG)
+            if self.kind == "medusa":
+                read_medusa(values, target)
+                return 0
+            config = read_eagle(values, self.kind, target)
         except (ConfigError, WeightsError) as e:
             raise ConfigError(f"{KEY}: {e}") from None
         return block_bytes(drafting_layer(config), self.block_size, "auto")
 
-    def load(self, engine: Engine) -> HeadProposer:
+    def load(self, engine: Engine) -> HeadProposer | MedusaProposer:
         """ConfigError where they cannot draft for it."""
         if not isinstance(engine, NativeEngine):
             raise ConfigError(f"speculative_config: method: {self.kind} computes with native kernels on a CPU only")
-        target, info = engine.config, engine.info
+        target = engine.config
         if target.embedding_scale != 1.0 or target.logit_scale != 1.0:
             raise ConfigError(f"speculative_config: method: {self.kind} knows no scaled embedding and no scaled logits")
         try:
-            config, weights = load_eagle(self.folder, self.kind, target, engine.decoder.weights)
+            return self._medusa(engine) if self.kind == "medusa" else self._eagle(engine, self.kind)
         except (ConfigError, WeightsError) as e:
             raise ConfigError(f"{KEY}: {e}") from None
+
+    def _medusa(self, engine: NativeEngine) -> MedusaProposer:
+        config, weights = load_medusa(self.folder, engine.config)
+        proposer = MedusaProposer(NativeMedusa(config, weights, engine.decoder))
+        engine.tap(config.tap_layers, proposer.take)
+        return proposer
+
+    def _eagle(self, engine: NativeEngine, kind: Literal["eagle", "eagle3"]) -> HeadProposer:
+        info = engine.info
+        config, weights = load_eagle(self.folder, kind, engine.config, engine.decoder.weights)
         head = NativeEagle(config, weights, engine.decoder, num_blocks=info.num_blocks, block_size=info.block_size,
                            max_model_len=info.max_model_len)  # fmt: skip
         proposer = HeadProposer(head, info.block_size)
@@ -70,7 +86,8 @@ def heads_of(own: WorkerSettings, target: Path, cache_dir: Path) -> Heads | None
     source = model_source.resolve(config.model, cache_dir)
     if source.kind != "hf":
         raise ConfigError(f"{KEY}: {config.model} is not a folder with {CONFIG} and safetensors files")
-    return Heads(source.path, "eagle3" if config.method == "eagle3" else "eagle", target, own.block_size)
+    kinds: dict[str, Literal["medusa", "eagle", "eagle3"]] = {"medusa": "medusa", "eagle": "eagle", "eagle3": "eagle3"}
+    return Heads(source.path, kinds[config.method], target, own.block_size)
 
 
 def _packaged(target: Path) -> Path:

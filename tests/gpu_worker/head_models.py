@@ -9,9 +9,10 @@ import torch
 from services.gpu_worker.batch import Chunk
 from services.gpu_worker.model.rope import rope_tables
 from services.gpu_worker.native_engine import NativeEngine
-from services.gpu_worker.speculative.head_config import EagleConfig, eagle_like
+from services.gpu_worker.speculative.head_config import EagleConfig, MedusaConfig, eagle_like, last_layer
 from services.gpu_worker.training.corpus import Example
 from services.gpu_worker.training.eagle import EagleHead
+from services.gpu_worker.training.medusa import MedusaHeads
 from services.gpu_worker.training.publish import publish
 from services.gpu_worker.training.self_text import Text
 from services.gpu_worker.training.trainer import Batch, Batcher, Target
@@ -53,6 +54,19 @@ def random_head(kind: str, folder: Path, seed: int = 0) -> tuple[EagleHead, Targ
             parameter.data.uniform_(0.5, 1.5, generator=generator)
     head.get_buffer("scale").uniform_(0.5, 2.0, generator=generator)
     return head, target
+
+
+def published_medusa(folder: Path, to: Path, num_heads: int = 3, num_blocks: int = 2) -> MedusaHeads:
+    config = open_source(folder).config
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randperm(config.vocab_size, generator=generator)[:DRAFT_VOCAB_SIZE].sort().values
+    medusa = MedusaConfig(config.hidden_size, config.vocab_size, DRAFT_VOCAB_SIZE, num_heads,
+                          last_layer(config.num_layers), num_blocks)  # fmt: skip
+    heads = MedusaHeads(medusa, torch.zeros(DRAFT_VOCAB_SIZE, config.hidden_size))
+    for parameter in heads.parameters():
+        parameter.data.normal_(0, 0.2, generator=generator)
+    publish(heads, ids, to, "float16", {})
+    return heads
 
 
 def published(kind: str, folder: Path, to: Path, dtype: str = "float16") -> tuple[EagleHead, Target]:

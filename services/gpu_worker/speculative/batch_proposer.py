@@ -14,6 +14,8 @@ class BatchProposer(Protocol):
     """One a worker. It keeps state of its own of each sequence, as far as that is computed, under the sequence's block
     ids. All calls come from the engine's thread."""
 
+    max_drafts: int  # of a sequence at once
+
     def num_behind(self, seq: Sequence) -> int:
         """How many of its tokens are to be computed before any can be guessed: 1 where it keeps up."""
         ...

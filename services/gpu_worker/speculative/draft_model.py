@@ -18,6 +18,7 @@ from services.gpu_worker.batch import Chunk, Engine, SampledToken, Sequence
 from services.gpu_worker.speculative.draft_blocks import DraftBlocks
 from services.gpu_worker.speculative.proposer import NOTHING, Proposal
 from services.gpu_worker.speculative.row_cost import RowCost
+from shared.speculative_config import MAX_SPECULATIVE_TOKENS
 
 # How sure it is of a token, by the probability that it gave it: bounds of strengths, each a level of `acceptance`.
 BOUNDS = (0.05, 0.15, 0.3, 0.45, 0.6, 0.75, 0.85, 0.92, 0.96, 0.985, 0.995)
@@ -56,6 +57,7 @@ class DraftModel:
         self._cost = cost or RowCost()
         self._clock = clock
         self._blocks = DraftBlocks()
+        self.max_drafts = MAX_SPECULATIVE_TOKENS
         self._shadows: dict[str, _Shadow] = {}
 
     def num_behind(self, seq: Sequence) -> int:

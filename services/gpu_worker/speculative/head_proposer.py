@@ -21,6 +21,7 @@ from services.gpu_worker.speculative.draft_model import strength_of
 from services.gpu_worker.speculative.native_eagle import Guess, Wanted
 from services.gpu_worker.speculative.proposer import NOTHING, Proposal
 from services.gpu_worker.speculative.row_cost import RowCost
+from shared.speculative_config import MAX_SPECULATIVE_TOKENS
 
 MAX_KEPT_ROWS = 8192  # of all sequences
 FAR_BEHIND = 1 << 30
@@ -83,6 +84,7 @@ class HeadProposer:
         self._clock = clock
         self._cost = RowCost()
         self._blocks = DraftBlocks()
+        self.max_drafts = MAX_SPECULATIVE_TOKENS
         self._read: dict[str, _Read] = {}
 
     def take(self, chunks: Seq[Chunk], taps: torch.Tensor) -> None:

@@ -122,7 +122,8 @@ class ModelSpeculator:
     def _most(self, seq: Sequence, allowed: int) -> int:
         if not allowed or len(seq.token_ids) < self._follow(seq).held_until:
             return 0
-        asked, most = seq.params.num_speculative_tokens, self._config.num_speculative_tokens
+        asked = seq.params.num_speculative_tokens
+        most = min(self._config.num_speculative_tokens, self._proposer.max_drafts)
         return min(allowed, most if asked is None else min(asked, most))
 
     def _length(self, survivals: Seq[Seq[float]], num_sampled: int, num_rows: int, num_free: int) -> int:

@@ -129,6 +129,14 @@ def _layer(
     )  # fmt: skip
 
 
+def noise_at(seq: Sequence, place: int) -> Noise | None:
+    """With which the target draws the token so many places behind those that it has; None: without."""
+    params = seq.params
+    if params.temperature < GREEDY_BELOW:
+        return None
+    return (params.temperature, params.seed & MASK, params.seed >> 32, seq.num_output_tokens + place, seq.choice)
+
+
 class NativeEagle:
     """Computes while the target does not: both use one pool of threads."""
 
@@ -224,7 +232,6 @@ class NativeEagle:
             block_ids += seq.block_ids[own.base // size : -(-end // size)]
             row += count
             samples.append(row - 1)
-            if seq.params.temperature >= GREEDY_BELOW:
-                key = (seq.params.seed & MASK, seq.params.seed >> 32, seq.num_output_tokens + place, seq.choice)
-                noise[number] = (seq.params.temperature, *key)
+            if (own_noise := noise_at(seq, place)) is not None:
+                noise[number] = own_noise
         return NativeInputs(tokens, positions, row_blocks, native, block_ids, samples, noise, [], [])

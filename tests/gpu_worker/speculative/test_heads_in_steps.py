@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -19,6 +19,7 @@ from services.gpu_worker.native_engine import NativeEngine
 from services.gpu_worker.running_set import Change, RunningSet
 from services.gpu_worker.sampler import validate
 from services.gpu_worker.speculative.head_proposer import MAX_KEPT_ROWS, HeadProposer
+from services.gpu_worker.speculative.medusa_proposer import MedusaProposer
 from services.gpu_worker.speculative.model_speculator import ModelSpeculator
 from services.gpu_worker.speculative.native_eagle import Guess, Wanted
 from shared import settings
@@ -28,7 +29,7 @@ from shared.speculative_config import SpeculativeConfig
 from shared.wire import decode_as
 from tests.gpu_worker.any_engine import load_torch
 from tests.gpu_worker.builders import make_admission, make_admit
-from tests.gpu_worker.head_models import load_tiny, published
+from tests.gpu_worker.head_models import load_tiny, published, published_medusa
 from tests.gpu_worker.speculative.test_draft_model_in_steps import CONTROLS, NUM_OUTPUT
 from tests.gpu_worker.tiny_models import prompts
 
@@ -36,8 +37,8 @@ CONFIG = SpeculativeConfig(method="eagle3", model="x", num_speculative_tokens=4)
 
 
 def run(
-    engine: NativeEngine, proposer: HeadProposer | None, texts: list[list[int]], params: list[dict[str, Any]],
-    overlap: bool,
+    engine: NativeEngine, proposer: HeadProposer | MedusaProposer | None, texts: list[list[int]],
+    params: list[dict[str, Any]], overlap: bool,
 ) -> tuple[list[TokenChunk], EngineLoop]:  # fmt: skip
     """As `test_draft_model_in_steps.run`."""
     drafter = ModelSpeculator(CONFIG, proposer, lambda: 0.0) if proposer else None
@@ -55,16 +56,21 @@ def run(
     return [chunks[f"r{n}.0"] for n in range(len(texts))], loop
 
 
-@pytest.mark.parametrize("kind", ["eagle", "eagle3"])
+@pytest.mark.parametrize("kind", ["eagle", "eagle3", "medusa"])
 @pytest.mark.parametrize("batch", [1, 16])
-def test_answers_are_the_same_as_without(tmp_path: Path, kind: str, batch: int) -> None:
+def test_answers_are_the_same_as_without(
+    tmp_path: Path, kind: Literal["eagle", "eagle3", "medusa"], batch: int
+) -> None:
     """A head with random weights, in files with the published names."""
     engine = load_tiny(tmp_path / "model")
-    published(kind, tmp_path / "model", tmp_path / "head")
+    if kind == "medusa":
+        published_medusa(tmp_path / "model", tmp_path / "head")
+    else:
+        published(kind, tmp_path / "model", tmp_path / "head")
     texts = prompts(batch, seed=4, low=10, high=40)
     params = [CONTROLS[(n + batch) % 5] for n in range(batch)]
     want, _ = run(engine, None, texts, params, False)
-    proposer = Heads(tmp_path / "head", "eagle3" if kind == "eagle3" else "eagle", tmp_path / "model", 16).load(engine)
+    proposer = Heads(tmp_path / "head", kind, tmp_path / "model", 16).load(engine)
     proposer._clock = lambda: 0.0
     for overlap in (False, True):
         got, loop = run(engine, proposer, texts, params, overlap)
@@ -73,7 +79,8 @@ def test_answers_are_the_same_as_without(tmp_path: Path, kind: str, batch: int) 
         assert isinstance(drafter, ModelSpeculator) and drafter._num_failures == 0
         counts = drafter.counts[CONFIG.method]
         assert counts.num_draft_tokens > 3 * batch
-        assert not proposer._read, "everybody has left"
+        left = proposer._latest if isinstance(proposer, MedusaProposer) else proposer._read
+        assert not left, "everybody has left"
 
 
 class Oracle:

@@ -43,6 +43,7 @@ class Guesses:
     failing: bool = False
     now_s: float = 0.0
     num_guessed: int = 0
+    max_drafts: int = 64
 
     def num_behind(self, seq: Sequence) -> int:
         return len(seq.token_ids) - self.computed.get(id(seq), 0)
