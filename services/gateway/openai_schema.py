@@ -204,6 +204,8 @@ class ChatCompletionRequest(GenerationRequest):
         "add_special_tokens": (False,),
         "mm_processor_kwargs": (),
         "echo": (False,),
+        "best_of": (1,),
+        "suffix": ("",),
     }
     messages: Messages
     max_completion_tokens: Annotated[Int, Field(ge=1, le=MAX_TOKENS)] | None = None

@@ -124,6 +124,8 @@ def test_refuses_naming_the_field(
         (ChatCompletionRequest, {"messages": ["x"]}, "messages[0]", "messages[0] must be an object"),
         (ChatCompletionRequest, CHAT | {"max_tokens": 0}, "max_tokens", "max_tokens must be at least 1"),
         (ChatCompletionRequest, CHAT | {"max_completion_tokens": 0}, "max_completion_tokens", None),
+        (ChatCompletionRequest, CHAT | {"best_of": 2}, "best_of", None),
+        (ChatCompletionRequest, CHAT | {"suffix": "x"}, "suffix", None),
         (ChatCompletionRequest, CHAT | {"logprobs": 5}, "logprobs", "logprobs must be true or false"),
         (ChatCompletionRequest, CHAT | {"top_logprobs": 21}, "top_logprobs", "top_logprobs must be at most 20"),
         (CompletionRequest, {}, "prompt", "prompt is missing"),
