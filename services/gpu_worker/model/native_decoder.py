@@ -108,14 +108,15 @@ class NativeDecoder:
         block_size: int, max_model_len: int, num_threads: int = 1, kv_cache_dtype: str = "auto",
         pool: Pool | None = None,
     ) -> None:  # fmt: skip
-        """pool: of another decoder, that never computes while this one does; else its own, of num_threads."""
+        """weights: of a head that drafts may have no layers.
+        pool: of another decoder, that never computes while this one does; else its own, of num_threads."""
         cos, signed_sin = rope_tables(config, max_model_len)
         half = config.head_dim // 2
         self._kept: tuple[Any, ...] = (weights, cos[:, :half].contiguous(), signed_sin[:, half:].contiguous())
         self.caches = tuple(native_cache(config, num_blocks * block_size, kv_cache_dtype) for _ in weights.layers)
-        self._layers = (Layer * config.num_layers)(*map(_layer, weights.layers, self.caches))
+        self._layers = (Layer * len(weights.layers))(*map(_layer, weights.layers, self.caches))
         self._model = Model(
-            config.hidden_size, config.intermediate_size, config.num_layers, config.num_heads, config.num_kv_heads,
+            config.hidden_size, config.intermediate_size, len(weights.layers), config.num_heads, config.num_kv_heads,
             config.head_dim, config.vocab_size, block_size, config.norm_eps,
             config.query_scale * math.log2(math.e), address(self._kept[1]), address(self._kept[2]),
             address(weights.final_norm), address(weights.embed_norm), address(weights.token_ids),

@@ -17,7 +17,7 @@ from kernels.matmul_a8 import matmul_a8
 from kernels.packed_weight import PackedWeight
 from kernels.quantize_a8 import quantize_a8
 from services.gpu_worker.batch import Sequence
-from services.gpu_worker.model.config import ModelConfig, RopeConfig
+from services.gpu_worker.model.config import LayerKind, ModelConfig, RopeConfig
 from services.gpu_worker.model.native_decoder import NativeDecoder
 from services.gpu_worker.native_inputs import NativeInputs
 from services.gpu_worker.speculative.head_config import MedusaConfig, read_medusa
@@ -123,9 +123,9 @@ class NativeMedusa:
 
 
 def _no_layers(config: MedusaConfig) -> ModelConfig:
-    """Rows go to the output head as they are."""
+    """Of a decoder whose weights have none: rows go to the output head as they are."""
     return ModelConfig(
         vocab_size=config.draft_vocab_size, hidden_size=config.hidden_size, intermediate_size=config.hidden_size,
-        num_layers=0, num_heads=1, num_kv_heads=1, head_dim=config.hidden_size, norm_eps=1e-5,
-        max_position_embeddings=1, layers=(), rope=RopeConfig(theta=10000.0), tied=False,
+        num_layers=1, num_heads=1, num_kv_heads=1, head_dim=config.hidden_size, norm_eps=1e-5,
+        max_position_embeddings=1, layers=(LayerKind(),), rope=RopeConfig(theta=10000.0), tied=False,
     )  # fmt: skip
