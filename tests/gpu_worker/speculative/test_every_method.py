@@ -10,7 +10,7 @@ import pytest
 from services.gpu_worker.batch import Engine
 from services.gpu_worker.composer import Budget
 from services.gpu_worker.engine_thread import EngineLoop
-from services.gpu_worker.heads_loading import heads_of
+from services.gpu_worker.heads_loading import Heads, heads_of
 from services.gpu_worker.native_engine import NativeEngine
 from services.gpu_worker.running_set import Change, RunningSet
 from services.gpu_worker.sampler import validate
@@ -24,6 +24,7 @@ from shared.speculative_config import HEADS, parse
 from shared.wire import decode_as
 from tests.gpu_worker.any_engine import engine_threads, load_native
 from tests.gpu_worker.builders import make_admission, make_admit
+from tests.gpu_worker.head_models import published_medusa
 from tests.gpu_worker.test_default_model import model_path
 from tests.gpu_worker.tiny_models import prompts, save
 
@@ -46,6 +47,7 @@ METHODS = {
     "right": '{"method": "draft_model", "model": "itself", "num_speculative_tokens": 4}',
     "wrong": '{"method": "draft_model", "model": "another", "num_speculative_tokens": 4}',
     "eagle3": '{"method": "eagle3", "num_speculative_tokens": 4}',
+    "medusa": '{"method": "medusa", "model": "random", "num_speculative_tokens": 4}',
 }
 
 
@@ -62,6 +64,14 @@ def drafts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, NativeEngine]:
     return {name: load_native(path, num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE) for name, path in paths.items()}
 
 
+@pytest.fixture(scope="module")
+def random(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Medusa heads with random weights."""
+    folder = tmp_path_factory.mktemp("random")
+    published_medusa(model_path(), folder)
+    return folder
+
+
 class FreeRows(RowCost):
     """So that what is drafted does not depend on the clock."""
 
@@ -69,13 +79,16 @@ class FreeRows(RowCost):
         return 1.0
 
 
-def drafter_of(method: str, engine: NativeEngine, draft: Engine | None) -> Speculator | ModelSpeculator:
+def drafter_of(method: str, engine: NativeEngine, draft: Engine | None, random: Path) -> Speculator | ModelSpeculator:
     config = parse(METHODS[method])
     assert config is not None
     if config.method in HEADS:
         settings = WorkerSettings(speculative_config=METHODS[method], block_size=BLOCK_SIZE)
-        heads = heads_of(settings, model_path(), Path())
-        assert heads is not None
+        heads = Heads(random, "medusa", model_path(), BLOCK_SIZE)
+        if config.method != "medusa":
+            packaged = heads_of(settings, model_path(), Path())
+            assert packaged is not None
+            heads = packaged
         proposer = heads.load(engine)
         proposer._clock = lambda: 0.0
         return ModelSpeculator(config, proposer, lambda: 0.0)
@@ -106,8 +119,8 @@ def run(
 
 
 def check(
-    engine: NativeEngine, drafts: dict[str, NativeEngine], method: str, num_prompts: int, num_output: int,
-    batches: list[int],
+    engine: NativeEngine, drafts: dict[str, NativeEngine], random: Path, method: str, num_prompts: int,
+    num_output: int, batches: list[int],
 ) -> None:  # fmt: skip
     """Half of the prompts repeat themselves, so that there is something to look up."""
     texts = [
@@ -118,7 +131,7 @@ def check(
     with engine_threads(engine, 2):
         want = run(engine, None, texts, num_output, 1)
         for batch in batches:
-            drafter = drafter_of(method, engine, draft)
+            drafter = drafter_of(method, engine, draft, random)
             assert run(engine, drafter, texts, num_output, batch) == want
             (counts,) = drafter.counts.values()
             assert counts.num_draft_tokens > 2 * num_prompts
@@ -132,12 +145,14 @@ def check(
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_some_prompts(engine: NativeEngine, drafts: dict[str, NativeEngine], method: str) -> None:
-    check(engine, drafts, method, 8, 10, [8])
+def test_some_prompts(engine: NativeEngine, drafts: dict[str, NativeEngine], random: Path, method: str) -> None:
+    check(engine, drafts, random, method, 8, 10, [8])
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(7200)
 @pytest.mark.parametrize("method", METHODS)
-def test_200_prompts_alone_and_in_batches(engine: NativeEngine, drafts: dict[str, NativeEngine], method: str) -> None:
-    check(engine, drafts, method, 200, 16, [1, 16])
+def test_200_prompts_alone_and_in_batches(
+    engine: NativeEngine, drafts: dict[str, NativeEngine], random: Path, method: str
+) -> None:
+    check(engine, drafts, random, method, 200, 16, [1, 16])
