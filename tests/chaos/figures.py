@@ -42,7 +42,7 @@ TESTS: dict[int, tuple[str, ...]] = {
          "chaos/test_lost_gateway.py::test_cut_off"),
     11: ("e2e/test_slow_readers.py",),
     12: ("e2e/test_disconnects.py",),
-    13: ("chaos/test_killed_gateway.py::test_only_its_own_clients_notice_and_their_requests_end",
+    13: ("chaos/test_killed_gateway.py::test_request_lifecycle_only_its_own_clients_notice_and_their_requests_end",
          "e2e/test_reattach.py"),
     14: ("chaos/test_duplicates.py",),
     15: ("e2e/test_bad_input.py::test_a_poison_request_costs_at_most_three_workers_and_ends_as_one_error",),
@@ -58,7 +58,7 @@ TESTS: dict[int, tuple[str, ...]] = {
     24: ("e2e/test_event_loop.py::test_a_blocked_loop_is_named_and_its_streams_go_on",),
     25: ("e2e/test_full_redis.py::test_a_full_disk_stops_everybody_until_there_is_room",),
     26: ("e2e/test_descriptors.py",),
-    27: ("e2e/test_capacity.py::test_a_prompt_that_can_never_fit_is_told_the_capacity",),
+    27: ("e2e/test_capacity.py::test_admission_and_limits_a_prompt_that_can_never_fit_is_told_the_capacity",),
     28: ("chaos/test_restarted_all.py", "chaos/test_restarts.py::test_everything_at_once"),
 }  # fmt: skip
 AFTER = "## Who is answered when one is killed\n"  # what comes after the table

@@ -46,7 +46,7 @@ class Forger(Scripts):
     forged: tuple[int, bytes, bytes]
 
     async def _run(self, name: str, *args: Any) -> Any:
-        return await super()._run(name, *args[:-3], *self.forged)
+        return await super()._run(name, *args[:-4], *self.forged, args[-1])
 
 
 @pytest.fixture

@@ -197,7 +197,7 @@ async def test_a_script_ends_where_it_says(ai: AsyncOpenAI, model: str) -> None:
 
 
 async def test_the_cache_is_counted(ai: AsyncOpenAI, model: str) -> None:
-    prompt = "counted " * 20
+    prompt = "tallied " * 20
     first = await ai.completions.create(model=model, prompt=prompt, temperature=0, max_tokens=2)
     await asyncio.sleep(0)  # the seal is reported with the end
     second = await ai.completions.create(model=model, prompt=prompt, temperature=0, max_tokens=2)

@@ -47,7 +47,11 @@ async def raw(stack: Stack, data: bytes) -> bytes:
 async def use(stack: Stack, client: Client) -> list[str]:
     """All kinds of requests; the texts of their answers."""
     shown = []
-    for body in (plain(PROMPT, 40, n=2, temperature=1, seed=1), chat(PROMPT, 40), plain(PROMPT, 40, stop=["e"])):
+    for body in (
+        plain(PROMPT, 40, n=2, temperature=1, seed=1),
+        chat(PROMPT, 40),
+        plain(PROMPT, 40, stop=["e"], min_tokens=12),
+    ):
         answer = await client.ask(body, headers=HEADERS)
         answer.check()
         shown += [choice.text for choice in answer.choices.values()]

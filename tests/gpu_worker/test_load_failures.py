@@ -19,7 +19,14 @@ from services.gpu_worker import __main__ as main
 from services.gpu_worker.failures import EngineBroken
 from services.gpu_worker.scripted_engine import ScriptedEngine
 from shared.runtime import EXIT_CONFIG, EXIT_MEMORY, EXIT_MODEL
-from shared.settings import CommonSettings, ScriptedSettings, SettingsError, WorkerSettings, current_environ
+from shared.settings import (
+    CommonSettings,
+    DeviceSettings,
+    ScriptedSettings,
+    SettingsError,
+    WorkerSettings,
+    current_environ,
+)
 from tests.figures import note
 from tests.gpu_worker.tiny_models import save
 
@@ -77,7 +84,9 @@ SPOILS = [truncate, drop_a_tensor, change_a_dtype, change_a_shape, make_unreadab
 
 
 def load(model: Path, **own: object) -> main.Loaded:
-    return main._load(CommonSettings(model=str(model)), WorkerSettings.model_validate(own), ScriptedSettings())
+    return main._load(
+        CommonSettings(model=str(model)), WorkerSettings.model_validate(own), DeviceSettings(), ScriptedSettings()
+    )
 
 
 @pytest.mark.parametrize("spoil", SPOILS, ids=lambda f: f.__name__)
