@@ -15,7 +15,7 @@ import redis
 Words = tuple[Any, ...]
 Check = Callable[[Any], None]
 FIELDS = ("state", "epoch", "worker", "gateway", "attach", "num_tokens", "outcome")
-ADMIT_ROW = 5
+ADMIT_ROW = 6
 COMMIT_ROW = 6
 
 
