@@ -17,7 +17,7 @@ from services.gpu_worker.speculative.native_eagle import NativeEagle, load_eagle
 from services.gpu_worker.speculative.native_medusa import NativeMedusa, load_medusa
 from services.gpu_worker.weights.head_files import CONFIG
 from services.gpu_worker.weights.loader import open_source
-from services.gpu_worker.weights.safetensors import json_object
+from services.gpu_worker.weights.safetensors import QUANTIZATION, json_object
 from services.gpu_worker.weights.source import WeightsError
 from shared import model_source, speculative_config
 from shared.settings import WorkerSettings
@@ -40,6 +40,7 @@ class Heads:
         target = open_source(self.target).config
         try:
             values = json_object(self.folder / CONFIG)
+            values.pop(QUANTIZATION, None)  # what weights are stored in is no part of what is computed
             if self.kind == "medusa":
                 read_medusa(values, target)
                 return 0

@@ -156,3 +156,10 @@ def test_200_prompts_alone_and_in_batches(
     engine: NativeEngine, drafts: dict[str, NativeEngine], random: Path, method: str
 ) -> None:
     check(engine, drafts, random, method, 200, 16, [1, 16])
+
+
+def test_the_packaged_head_says_what_its_blocks_take() -> None:
+    """Its weights are quantised, which a worker meets before it loads them."""
+    own = WorkerSettings(speculative_config='{"method": "eagle3"}', block_size=BLOCK_SIZE)
+    heads = heads_of(own, model_path(), Path())
+    assert heads is not None and heads.block_bytes() > 0
