@@ -293,7 +293,7 @@ def _sections(bench: Bench, tiny: bool, model: str, scratch: Path) -> list[tuple
         ("others", bench.others),
         *((f"{bits}-bit weights", partial(bench.model, bits)) for bits in (16, 4, 8)),
         ("speculation", partial(gpu_serving.speculation, worker, load, timeout_s)),
-        ("stack", partial(gpu_serving.stack, server or worker, load, scratch, timeout_s)),
+        ("stack", partial(gpu_serving.stack, server or worker, load, timeout_s)),
     ]
 
 

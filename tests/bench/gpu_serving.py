@@ -6,18 +6,14 @@ import json
 import socket
 import subprocess
 import sys
-import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 from shared.settings import current_environ, variable
+from tests.bench.performance_stack import serving
 
 Row = dict[str, Any]
 NGRAM = '{"method": "ngram", "num_speculative_tokens": 8}'
-START_TIMEOUT_S = 120.0
 
 
 def _environ(fields: Mapping[str, str], **more: str) -> dict[str, str]:
@@ -46,34 +42,20 @@ def speculation(settings: Mapping[str, str], load: tuple[int, int], timeout_s: f
         yield {"what": f"engine, 1 sequence, speculation {name}", "tok/s": found["output_tok_s"]}
 
 
-def stack(settings: Mapping[str, str], load: tuple[int, int], folder: Path, timeout_s: float) -> Iterator[Row]:
+def stack(settings: Mapping[str, str], load: tuple[int, int], timeout_s: float) -> Iterator[Row]:
+    """RuntimeError where it does not start."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    environ = _environ(settings, port=str(port), state_dir=str(folder / "state"))
-    with (folder / "serve.log").open("w") as log:
-        serve = subprocess.Popen([sys.executable, "-m", "services.cli", "serve"], env=environ, stdout=log, stderr=log)
-        try:
-            url = f"http://127.0.0.1:{port}"
-            _wait_until_ready(url, serve, min(timeout_s, START_TIMEOUT_S))
+    options = [f"--{name.replace('_', '-')}={value}" for name, value in settings.items()]
+    try:
+        with serving("", port, *options) as own:
             for concurrency in (1, 8):
                 arguments = [
-                    "services.tools.bench", "--url", url, "--concurrency", str(concurrency), "--num-requests",
+                    "services.tools.bench", "--url", own.url, "--concurrency", str(concurrency), "--num-requests",
                     str(load[0]), "--prompt-words", "8", "--max-tokens", str(load[1]), "--json",
                 ]  # fmt: skip
-                found = _run(arguments, environ, timeout_s)
+                found = _run(arguments, current_environ(), timeout_s)
                 yield {"what": f"stack, {concurrency} at a time", "tok/s": found["output_tok_s"]}
-        finally:
-            serve.terminate()
-            serve.wait(30)
-
-
-def _wait_until_ready(url: str, serve: subprocess.Popen[bytes], timeout_s: float) -> None:
-    ends = time.monotonic() + timeout_s
-    while time.monotonic() < ends and serve.poll() is None:
-        try:
-            with urllib.request.urlopen(f"{url}/health/ready", timeout=2):
-                return
-        except (urllib.error.URLError, OSError):
-            time.sleep(0.2)
-    raise RuntimeError("the stack did not start: see serve.log")
+    except SystemExit as e:  # what others measure is not to be lost with it
+        raise RuntimeError(str(e)) from None

@@ -63,6 +63,7 @@ async def roll(
             note(exit_s=took_s)
         ended.set()
         answers = [answer for answers in await asyncio.gather(*loads) for answer in answers]
+        await asyncio.wait([long])  # it may outlast the restarts
     finally:
         ended.set()
         for task in (*loads, long):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections import Counter
+from collections import defaultdict
 
 from tests.e2e.clients import Answer, Client, Connect, check_same
 from tests.e2e.load import SLOW, SPECULATIVE, mixed, plain
@@ -16,14 +16,14 @@ FAST = {"scripted_step_ms": 2, "scripted_token_ms": 0}
 PROMPT = plain("a question that many ask", 120)
 
 
-async def figures(client: Client) -> Counter[str]:
+async def figures(client: Client) -> defaultdict[str, float]:
     """Of the whole stack, by name and, for drafts, method."""
     async with client.session.get(client.url + "/metrics") as response:
         text = await response.text()
-    sums: Counter[str] = Counter()
+    sums: defaultdict[str, float] = defaultdict(float)
     for name, labels, value in LINE.findall(text):
         method = re.search(r'method="(\w+)"', labels)
-        sums[f"{name} {method[1]}" if method else name] += float(value)  # type: ignore[assignment]
+        sums[f"{name} {method[1]}" if method else name] += float(value)
     return sums
 
 

@@ -158,14 +158,14 @@ ENDINGS: dict[str, tuple[str, Json, str]] = {  # what is asked, and how the answ
 
 
 @pytest.mark.parametrize("num_choices", [1, 3])
-@pytest.mark.parametrize("api", ["chat", "completions"])
-@pytest.mark.parametrize("ending", ["eos", "stop", "length", "tool"])
+@pytest.mark.parametrize(
+    ("api", "ending"),
+    [*(("chat", ending) for ending in ENDINGS), *(("completions", ending) for ending in ("eos", "stop", "length"))],
+)
 @pytest.mark.parametrize("with_usage", [True, False])
 async def test_stream_protocol_a_stream_ends_once(
     client: Client, num_choices: int, api: str, ending: str, with_usage: bool
 ) -> None:
-    if ending == "tool" and api == "completions":
-        pytest.skip("only chats have tools")
     text, fields, reason = ENDINGS[ending]
     body = (chat if api == "chat" else plain)(
         f"ends {text}", 20 if ending == "length" else 60, n=num_choices, **fields, **(USAGE if with_usage else {})

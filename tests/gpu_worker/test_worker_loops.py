@@ -318,10 +318,10 @@ async def test_a_hung_engine_is_known_as_that_also_while_the_worker_stops(
         assert await running.state(sid) == "placed"
 
 
-async def test_a_dead_engine_thread_ends_the_process(redis_url: str) -> None:
+async def test_a_dead_engine_thread_ends_the_process(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     async with worker_running(redis_url) as running:
         bench = running.bench
-        bench.worker.running.prepare = lambda *_, **__: 1 / 0  # type: ignore[method-assign, assignment, return-value]
+        monkeypatch.setattr(bench.worker.running, "prepare", lambda *_, **__: 1 / 0)
         await bench.place(PROMPT)
         with pytest.raises(EngineDied, match="ZeroDivisionError"):
             await asyncio.wait_for(asyncio.shield(running.task), 20)

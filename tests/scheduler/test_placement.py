@@ -89,7 +89,8 @@ def test_what_a_key_says_of_itself_below_the_bound_takes_nothing_from_others() -
 def test_it_cannot_make_others_the_victims_either() -> None:
     urgent = [running("a", priority=-9, num_tokens=5, key="x"), running("c", priority=-1, num_tokens=50, key="x")]
     assert choose_victim([*urgent, running("b", num_tokens=9, key="y")]) is urgent[1]
-    assert choose_victim([*urgent, running("b", num_tokens=4, key="y")]).sid == "b"  # type: ignore[union-attr]
+    smaller = running("b", num_tokens=4, key="y")
+    assert choose_victim([*urgent, smaller]) is smaller
 
 
 # --- the order -------------------------------------------------------------------------------------------------------

@@ -20,10 +20,10 @@ from services.gpu_worker.speculative.vocab_map import MappedEngine, VocabMap
 from shared import scripted_vocab as vocab
 from shared.protocol import TokenChunk
 from shared.speculative_config import SpeculativeConfig
-from shared.wire import decode_as
 from shared.worker_protocol import Extend
 from tests.gpu_worker.any_engine import load_native, load_torch
-from tests.gpu_worker.builders import make_admission, make_admit, make_engine, make_running
+from tests.gpu_worker.builders import make_engine, make_running
+from tests.gpu_worker.engine_loops import run_joining, told_of
 from tests.gpu_worker.overlapping_engine import OverlappingScripted
 from tests.gpu_worker.tiny_models import VOCAB_SIZE, prompts, save
 
@@ -51,16 +51,9 @@ def run(
     first_spare = size * len(texts)
     granted = tuple(range(first_spare, first_spare + spare))
     loop.submit(Change("run", 1, Extend(sid="", epoch=0, pool_term=0, block_ids=granted)))
-    for n, (text, own) in enumerate(zip(texts, params, strict=True)):
-        count = -(-len(text) // engine.info.block_size) if spare else size
-        admit = make_admit(f"r{n}.0", block_ids=range(size * n, size * n + count))
-        loop.submit(Change("run", 1, admit, make_admission(text, **({"max_tokens": NUM_OUTPUT} | own))))
-        loop.step_once()
-        loop.step_once()
-    while loop.step_once():
-        pass
-    chunks = {e.sid: decode_as(TokenChunk, e.chunk) for e in running.ledger.build().entries}
-    return [chunks[f"r{n}.0"] for n in range(len(texts))], loop
+    counts = [-(-len(text) // engine.info.block_size) if spare else size for text in texts]
+    run_joining(loop, texts, params, [range(size * n, size * n + count) for n, count in enumerate(counts)], NUM_OUTPUT)
+    return told_of(running, len(texts)), loop
 
 
 def speculator(loop: EngineLoop) -> ModelSpeculator:

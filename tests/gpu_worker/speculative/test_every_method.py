@@ -16,7 +16,6 @@ from services.gpu_worker.running_set import Change, RunningSet
 from services.gpu_worker.sampler import validate
 from services.gpu_worker.speculative.draft_model import DraftModel
 from services.gpu_worker.speculative.model_speculator import ModelSpeculator
-from services.gpu_worker.speculative.row_cost import RowCost
 from services.gpu_worker.speculative.speculator import Speculator
 from shared.protocol import TokenChunk
 from shared.settings import WorkerSettings
@@ -24,6 +23,7 @@ from shared.speculative_config import HEADS, parse
 from shared.wire import decode_as
 from tests.gpu_worker.any_engine import engine_threads, load_native
 from tests.gpu_worker.builders import make_admission, make_admit
+from tests.gpu_worker.engine_loops import FreeRows
 from tests.gpu_worker.head_models import published_medusa
 from tests.gpu_worker.test_default_model import model_path
 from tests.gpu_worker.tiny_models import prompts, save
@@ -70,13 +70,6 @@ def random(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("random")
     published_medusa(model_path(), folder)
     return folder
-
-
-class FreeRows(RowCost):
-    """So that what is drafted does not depend on the clock."""
-
-    def relative(self, num_rows: int) -> float:
-        return 1.0
 
 
 def drafter_of(method: str, engine: NativeEngine, draft: Engine | None, random: Path) -> Speculator | ModelSpeculator:

@@ -16,7 +16,7 @@ from services.gpu_worker.engine_thread import EngineLoop
 from services.gpu_worker.heads_loading import Heads, heads_of
 from services.gpu_worker.model.config import ConfigError
 from services.gpu_worker.native_engine import NativeEngine
-from services.gpu_worker.running_set import Change, RunningSet
+from services.gpu_worker.running_set import RunningSet
 from services.gpu_worker.sampler import validate
 from services.gpu_worker.speculative.head_proposer import MAX_KEPT_ROWS, HeadProposer
 from services.gpu_worker.speculative.medusa_proposer import MedusaProposer
@@ -26,9 +26,8 @@ from shared import settings
 from shared.protocol import SamplingParams, TokenChunk
 from shared.settings import WorkerSettings
 from shared.speculative_config import SpeculativeConfig
-from shared.wire import decode_as
 from tests.gpu_worker.any_engine import load_torch
-from tests.gpu_worker.builders import make_admission, make_admit
+from tests.gpu_worker.engine_loops import run_joining, told_of
 from tests.gpu_worker.head_models import load_tiny, published, published_medusa
 from tests.gpu_worker.speculative.test_draft_model_in_steps import CONTROLS, NUM_OUTPUT
 from tests.gpu_worker.tiny_models import prompts
@@ -45,15 +44,9 @@ def run(
     running = RunningSet(engine.info, Budget(64, 48, 16), validate, drafter)
     loop = EngineLoop(engine, running, overlap=overlap, clock=lambda: 0.0)
     size = -(-(max(map(len, texts)) + NUM_OUTPUT) // engine.info.block_size)
-    for n, (text, own) in enumerate(zip(texts, params, strict=True)):
-        admit = make_admit(f"r{n}.0", block_ids=range(size * n, size * (n + 1)))
-        loop.submit(Change("run", 1, admit, make_admission(text, **({"max_tokens": NUM_OUTPUT} | own))))
-        loop.step_once()
-        loop.step_once()
-    while loop.step_once():
-        pass
-    chunks = {e.sid: decode_as(TokenChunk, e.chunk) for e in running.ledger.build().entries}
-    return [chunks[f"r{n}.0"] for n in range(len(texts))], loop
+    blocks = [range(size * n, size * (n + 1)) for n in range(len(texts))]
+    run_joining(loop, texts, params, blocks, NUM_OUTPUT)
+    return told_of(running, len(texts)), loop
 
 
 @pytest.mark.parametrize("kind", ["eagle", "eagle3", "medusa"])

@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import pytest
 
@@ -149,10 +150,13 @@ def test_a_model_that_is_mostly_right_makes_fewer_steps(num_sequences: int) -> N
 
 
 @pytest.mark.parametrize("num_sequences", [1, 16])
-@pytest.mark.parametrize("guesses", [{"chances": (0.02, 0.02)}, {"round_s": 0.012}, {"chances": (0.15, 0.03)}])
-def test_guesses_that_do_not_pay_cost_next_to_nothing(num_sequences: int, guesses: dict[str, object]) -> None:
+@pytest.mark.parametrize(
+    "guesses",
+    [partial(Guesses, chances=(0.02, 0.02)), partial(Guesses, round_s=0.012), partial(Guesses, chances=(0.15, 0.03))],
+)
+def test_guesses_that_do_not_pay_cost_next_to_nothing(num_sequences: int, guesses: Callable[[], Guesses]) -> None:
     """Wrong ones, right ones that take longer than a step, and such as nearly would."""
-    simulation = Simulation(Guesses(**guesses))  # type: ignore[arg-type]
+    simulation = Simulation(guesses())
     assert simulation.run([make_sequence(n) for n in range(num_sequences)], 3000) > 0.98
     assert 0 < simulation.guesses.num_guessed < 0.2 * 3000 * num_sequences
 

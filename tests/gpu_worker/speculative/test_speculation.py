@@ -11,16 +11,16 @@ from services.gpu_worker.batch import Engine
 from services.gpu_worker.composer import Budget
 from services.gpu_worker.engine_thread import EngineLoop
 from services.gpu_worker.metrics_defs import WorkerMetrics
-from services.gpu_worker.running_set import Change, RunningSet
+from services.gpu_worker.running_set import RunningSet
 from services.gpu_worker.sampler import validate
 from services.gpu_worker.speculative.row_cost import RowCost
 from services.gpu_worker.speculative.speculator import Speculator
 from shared import scripted_vocab as vocab
 from shared.protocol import TokenChunk
 from shared.speculative_config import SpeculativeConfig
-from shared.wire import decode_as
 from tests.gpu_worker.any_engine import load_native, load_torch
-from tests.gpu_worker.builders import make_admission, make_admit, make_engine, make_running
+from tests.gpu_worker.builders import make_engine, make_running
+from tests.gpu_worker.engine_loops import FreeRows, run_joining, told_of
 from tests.gpu_worker.overlapping_engine import OverlappingScripted
 from tests.gpu_worker.tiny_models import prompts, save
 
@@ -34,13 +34,6 @@ CONTROLS: list[dict[str, Any]] = [
 NUM_OUTPUT = 40
 
 
-class FreeRows(RowCost):
-    """So that what is drafted does not depend on the clock."""
-
-    def relative(self, num_rows: int) -> float:
-        return 1.0
-
-
 def run(
     engine: Engine, texts: list[list[int]], params: list[dict[str, Any]], config: SpeculativeConfig | None,
     overlap: bool = False, cost: RowCost | None = None,
@@ -50,15 +43,9 @@ def run(
     running = RunningSet(engine.info, Budget(64, 16, 16), validate, speculator)
     loop = EngineLoop(engine, running, overlap=overlap)
     size = -(-(max(map(len, texts)) + 2 * NUM_OUTPUT) // engine.info.block_size)
-    for n, (text, own) in enumerate(zip(texts, params, strict=True)):
-        admit = make_admit(f"r{n}.0", block_ids=range(size * n, size * (n + 1)))
-        loop.submit(Change("run", 1, admit, make_admission(text, **({"max_tokens": NUM_OUTPUT} | own))))
-        loop.step_once()
-        loop.step_once()
-    while loop.step_once():
-        pass
-    chunks = {e.sid: decode_as(TokenChunk, e.chunk) for e in running.ledger.build().entries}
-    return [chunks[f"r{n}.0"] for n in range(len(texts))], loop
+    blocks = [range(size * n, size * (n + 1)) for n in range(len(texts))]
+    run_joining(loop, texts, params, blocks, NUM_OUTPUT)
+    return told_of(running, len(texts)), loop
 
 
 @pytest.mark.parametrize("load", [load_torch, load_native])
