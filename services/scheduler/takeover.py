@@ -14,11 +14,11 @@ from dataclasses import replace
 from services.scheduler.actions import CheckPlaced, KeepDead, Requeue
 from services.scheduler.outbound import Outbound
 from services.scheduler.sequence import Running
-from services.scheduler.worker_view import Phase, WorkerView
+from services.scheduler.worker_view import ASK_AGAIN_S, Phase, WorkerView
 from shared.store_calls import Reconcile, Reconciled, Update, Updated
 from shared.worker_protocol import Remap, Report, RunningSequence, RunningState, Seal, TakeOver
 
-ASK_AGAIN_S = 0.5
+MAX_ASK_AGAIN_S = 4.0
 RUNS_NO_MORE = ("refused", "preempted")  # ended at the worker, not for the client: it is queued again
 
 
@@ -36,8 +36,9 @@ class Takeover:
         self._interrupt = interrupt
         self._drew = drew
 
-    def restart(self, view: WorkerView) -> None:
+    def restart(self, view: WorkerView, patience_s: float = ASK_AGAIN_S) -> None:
         """Worker and store must agree anew on what runs: no call under way counts any more."""
+        view.patience_s = patience_s
         view.phase, view.asked_at, view.oldest_ask = Phase.TAKING_OVER, -math.inf, view.ask + 1
         view.granting, view.starved_since = False, math.inf
         view.forget_full()
@@ -48,18 +49,24 @@ class Takeover:
     def advance(self, now: float) -> None:
         """Asks workers that have not answered yet, or whose store has not."""
         for view in self._workers.values():
-            if view.phase is Phase.READY or not view.store or now - view.asked_at < ASK_AGAIN_S:
+            if view.phase is Phase.READY or not view.store or now - view.asked_at < view.patience_s:
                 continue
+            if view.asked_at > -math.inf:
+                view.patience_s = min(2 * view.patience_s, MAX_ASK_AGAIN_S)
             view.phase, view.asked_at, view.ask = Phase.TAKING_OVER, now, view.ask + 1
             self._out.calls.forget(view.worker)
             self._out.plan(view, TakeOver(term=view.term, inbox=self._inbox, ask=view.ask))
 
     def on_running_state(self, state: RunningState, now: float) -> None:
+        """A second answer cannot count, since what was planned after the first is not in it. It must not be passed
+        over either: the worker took it for told, so what it says is in no report. The worker is asked anew, with more
+        patience, lest answers that are slow lead to second ones for ever."""
         view = self._workers.get(state.worker)
-        if view is None or state.term != view.term or view.phase is not Phase.TAKING_OVER or not view.store:
+        if view is None or state.term != view.term or not view.store or 0 < state.ask < view.oldest_ask:
             return
-        if 0 < state.ask < view.oldest_ask:
-            return  # what was planned since is not in it
+        if view.phase is not Phase.TAKING_OVER:
+            self.restart(view, view.patience_s)
+            return
         known = view.running
         view.running = {r.sid: _running(r, known.get(r.sid)) for r in state.running}
         _count_seals(view, state.seals)

@@ -17,6 +17,7 @@ from shared.protocol import Member
 from shared.wire import MAX_MESSAGE_BYTES
 
 SPARE_SECONDS = 2.0  # the spare grant lasts this long at the worker's measured speed
+ASK_AGAIN_S = 0.5  # a question to a worker that has not answered
 SILENCE_S = 0.4  # a worker with sequences reports every 0.1 s: after this its lease is looked at, not later
 HANG_SLACK_S = 0.7
 MIN_STANDING = 20  # reports that say the same; a scheduler that was stopped reads only a few old ones
@@ -42,6 +43,7 @@ class WorkerView:
     pool_term: int = 0
     phase: Phase = Phase.TAKING_OVER
     asked_at: float = -math.inf  # when TakeOver or Reconcile was last sent
+    patience_s: float = ASK_AGAIN_S  # after which it is sent again; doubled each time
     ask: int = 0  # number of the last TakeOver
     oldest_ask: int = 1  # an answer to one before may be older than what was planned since
     heard_at: float = -math.inf  # its last report, or when it was given a sequence

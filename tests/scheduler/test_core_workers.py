@@ -7,8 +7,7 @@ import pytest
 from services.scheduler.actions import Assign, CheckPlaced, Expel, Finish, KeepDead, Plan, Requeue
 from services.scheduler.cache_client import REPEAT_AFTER_S
 from services.scheduler.pressure import STARVED_TIMEOUT_S
-from services.scheduler.takeover import ASK_AGAIN_S
-from services.scheduler.worker_view import SILENCE_S, Phase
+from services.scheduler.worker_view import ASK_AGAIN_S, SILENCE_S, Phase
 from shared.store_calls import Ensure, Grant, Reconcile, Update
 from shared.worker_protocol import Extend, Preempt, Reclaim, Remap, Report, Seal, Taken, TakeOver
 from tests.scheduler.hand import Hand, calls, changes, member, only, row
@@ -99,6 +98,36 @@ def test_a_state_that_is_older_than_what_was_planned_does_not_count() -> None:
     assert only(h.decide(), CheckPlaced) == []
     h.core.on_message(h.running_state("w", row("a.0"), ask=3), h.now)
     assert only(h.decide(), CheckPlaced) == [CheckPlaced("w", frozenset({("a.0", 1)}))]
+
+
+def test_what_only_a_second_answer_says_is_not_lost() -> None:
+    """The worker took a spare block between its answers, and told so by the second alone."""
+    h = taking_over()
+    h.decide()
+    h.now += ASK_AGAIN_S
+    h.decide()
+    h.core.on_message(h.running_state("w", spare_block_ids=(50,), ask=1), h.now)
+    h.answer(calls(h.decide(), Reconcile)[0], num_free=100)
+    h.core.on_message(h.running_state("w", ask=2), h.now)
+    assert h.view().phase is Phase.TAKING_OVER
+    assert changes(h.decide()) == [TakeOver(term=4, inbox="s", ask=3)]
+    h.core.on_message(h.running_state("w", ask=3), h.now)
+    assert [c.spare_block_ids for c in calls(h.decide(), Reconcile)] == [()]
+
+
+def test_slow_answers_come_to_an_end() -> None:
+    """A worker that takes 3 s to answer each question."""
+    h = taking_over()
+    answers: list[tuple[float, int]] = []
+    for _ in range(400):
+        actions = h.decide()
+        answers += [(h.now + 3, c.ask) for c in changes(actions) if isinstance(c, TakeOver)]
+        for reconcile in calls(actions, Reconcile):
+            h.answer(reconcile, num_free=100)
+        if answers and answers[0][0] <= h.now:
+            h.core.on_message(h.running_state("w", ask=answers.pop(0)[1]), h.now)
+        h.now += 0.1
+    assert h.view().phase is Phase.READY and not answers
 
 
 def test_a_worker_of_an_older_version_numbers_no_answers() -> None:
