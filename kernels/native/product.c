@@ -72,10 +72,15 @@ INLINE vi dot(const vi *w, const int8_t *x, int first, int count, int bits) {
 
 /* The hardware's own prefetching starts anew with every tile, and a product of several rows stays long on each line. */
 #define PREFETCH_BYTES 4096
-INLINE void prefetch_group(const struct matrix *w, int64_t group, int bits) {
+INLINE void prefetch_group(const struct matrix *w, int64_t group, int bits, int kind) {
     int bytes = bits <= 3 ? 128 : bits == 8 ? 512 : 256;
     const char *codes = (const char *)w->codes + group * bytes + PREFETCH_BYTES;
     for (int i = 0; i < bytes; i += 64) __builtin_prefetch(codes + i);
+    int64_t scales = (group + PREFETCH_BYTES / bytes) * TILE_ROWS;
+    if (kind == BY_GROUP || kind == BY_GROUP_CENTRED) __builtin_prefetch(w->d + scales);
+    else __builtin_prefetch(w->sub + scales * (kind == BY_SUB_GROUP ? 1 : 2));
+    if (kind == BY_GROUP) __builtin_prefetch(w->m + scales);
+    if (kind == BY_SUB_GROUP) __builtin_prefetch(w->sub_min + scales);
 }
 
 /* With 16 registers, loops unrolled over rows keep their sums there and weights in memory: the wrong way round. */
@@ -131,7 +136,7 @@ INLINE void quantised(const struct matrix *w, int tile, const struct rows *x, in
         for (int t = 0; t < count; t++) acc[t] = vf_set(0.0f);
         for (int64_t g = 0; g < groups; g++) {
             vi group[8];
-            if (lane == 0) prefetch_group(w, tile * groups + g, bits);
+            if (lane == 0) prefetch_group(w, tile * groups + g, bits, kind);
             load_group(w, tile * groups + g, lane, bits, group);
             struct scales scale = load_scales(w, tile * groups + g, tile * supers + g / 8, lane, kind, centre);
             ONE_AT_A_TIME
@@ -169,7 +174,7 @@ INLINE void nibbles(const struct matrix *w, int tile, const struct rows *x, int 
         const int8_t *q = x->q + row * x->columns + g * GROUP;
         struct scales scale[2];
         vi part[MAX_BLOCK_ROWS][2];
-        prefetch_group(w, tile * groups + g, 4);
+        prefetch_group(w, tile * groups + g, 4, kind);
         for (int i = 0; i < 2; i++)
             scale[i] = load_scales(w, tile * groups + g, tile * supers + g / 8, i * VL, kind, centre);
         for (int half = 0; half < 2; half++) {
