@@ -14,6 +14,7 @@ import torch
 
 from kernels.packed_weight import TILE_ROWS, Codes, PackedWeight, pack, pack_dense
 from services.gpu_worker.model.config import PRE_NORMS, ModelConfig, NotNativeError
+from services.gpu_worker.weights.huge_pages import WeightMemory
 from services.gpu_worker.weights.loader import Progress, TensorLedger
 from services.gpu_worker.weights.source import CHUNK_BYTES, WeightSource
 
@@ -124,6 +125,7 @@ class _Reader:
     def __init__(self, source: WeightSource, progress: Progress | None) -> None:
         self._source = source
         self._ledger = TensorLedger(source, progress)
+        self._memory = WeightMemory()
         self.finish = self._ledger.finish
 
     def vector(self, name: str, size: int) -> torch.Tensor:
@@ -147,7 +149,7 @@ class _Reader:
         step = max(TILE_ROWS, CHUNK_BYTES // columns // TILE_ROWS * TILE_ROWS)
         runs = [_packed(self._source.stored(name, i, min(rows, i + step))) for i in range(0, rows, step)]
         self._ledger.taken(name)
-        return runs[0] if len(runs) == 1 else _joined(runs, rows)
+        return self._memory.keep(runs[0] if len(runs) == 1 else _joined(runs, rows))
 
 
 def _packed(stored: Codes | torch.Tensor) -> PackedWeight:
