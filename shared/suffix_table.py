@@ -1,9 +1,13 @@
 """What has followed which tokens, as a hash table of fixed words: a fleet's statistics of its answers. *Pure.*
 
-Each entry says of a context, the last 8, 4 or 2 tokens, which token has followed it, and how sure that is. It is one
-word of 64 bits: 40 of the context's hash, the token, and a count of 1 to 15, so that entries can be sent as they are
-and mean the same in a table of any size. A table has lines of four entries, doubles while it fills, and has a largest
-size; then the least sure of a line gives way. Reading needs no lock: an entry is read and written as a whole.
+Each entry says of a context which token has followed it, and how sure that is. It is one word of 64 bits: 40 of the
+context's hash, the token, and a count of 1 to 15, so that entries can be sent as they are and mean the same in a table
+of any size. A table has lines of four entries, doubles while it fills, and has a largest size; then the least sure of a
+line gives way. Reading needs no lock: an entry is read and written as a whole.
+
+Contexts are the last 8, 4 or 2 tokens. Behind a value that is another in every answer all of those are new, so there is
+one more, which leaves it out: the last five that the table had foreseen, and the last token. Thus the token that ends a
+value in a form tells which field comes next, whatever the value was.
 
 Who learns is `services/cache_store/fleet_learner.py`; workers hold copies of what it has found out.
 """
@@ -12,9 +16,12 @@ from __future__ import annotations
 
 import sys
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
 
-LENGTHS = (8, 4, 2)  # of contexts
+LENGTHS = (8, 4, 2)  # of contexts of the last tokens
+FRAME_LENGTH = 5  # of foreseen tokens in the context that leaves values out
+SETTLED = 4  # foreseen tokens in a row; from then on that context tells nothing that the others do not
 TOKEN_BITS = 20
 MAX_TOKEN_ID = (1 << TOKEN_BITS) - 1  # of a vocabulary of a million; others are not learnt
 COUNT_BITS = 4
@@ -27,31 +34,73 @@ HASH_MASK = (1 << 64 - HEAD_BITS) - 1
 WINDOW_BITS = 32  # of a token in a window
 CONTEXTS = tuple((1 << n * WINDOW_BITS) - 1 for n in LENGTHS)
 MARKS = tuple(1 << n * WINDOW_BITS for n in LENGTHS)  # before a context: zeros are tokens too
+TOKEN_MASK = (1 << WINDOW_BITS) - 1
 WINDOW_MASK = CONTEXTS[0]
-# Of each length another prime without a pattern, so that all bits of a window reach all bits of the remainder.
+FRAME_MASK = (1 << FRAME_LENGTH * WINDOW_BITS) - 1
+# A hash is the middle of a square, of what a factor and a prime leave of a context; each kind has another prime. So all
+# bits of a context reach all bits of its hash, and contexts that differ by steps are spread as if by chance.
 PRIMES = (2185628714235507769, 1343817662724950521, 1226063409010618709)
+FACTOR = 548693975418329057
+FRAME_PRIME = 2063322497467419961
+MIDDLE = 40  # bits of a square below
+ABSENT = -1
+NEEDED = (*LENGTHS[:2], 1, LENGTHS[2])  # tokens before, by kind of context
 NUM_LEVELS = 3  # of counts: 2 to 3, 4 to 7, 8 to 15
-MAX_STRENGTH = NUM_LEVELS * len(LENGTHS)
+MAX_STRENGTH = NUM_LEVELS * len(NEEDED)
 
 
-def window_of(ids: Iterable[int]) -> int:
-    window = 0
+class Place(NamedTuple):
+    """Behind a token. window: the last tokens; frame: the last that were foreseen, or given by a prompt; num_foreseen:
+    in a row, up to SETTLED."""
+
+    window: int = 0
+    frame: int = 0
+    num_foreseen: int = SETTLED
+
+    def given(self, token_id: int) -> Place:
+        """One token later, in a prompt."""
+        window = (self.window << WINDOW_BITS | token_id) & WINDOW_MASK
+        return Place(window, window & FRAME_MASK, SETTLED)
+
+    def foreseen(self, token_id: int) -> Place:
+        """One later, which the table has said."""
+        window, frame, num = self
+        return Place(
+            (window << WINDOW_BITS | token_id) & WINDOW_MASK,
+            (frame << WINDOW_BITS | token_id) & FRAME_MASK,
+            num + (num < SETTLED),
+        )
+
+    def surprised(self, token_id: int) -> Place:
+        """One later, which it has not."""
+        return Place((self.window << WINDOW_BITS | token_id) & WINDOW_MASK, self.frame, 0)
+
+    def hashes(self) -> Iterator[int]:
+        """Of the contexts there, the one that tells most first. ABSENT: of that kind there is none."""
+        window, frame, num_foreseen = self
+        rest = (window + MARKS[0]) * FACTOR % PRIMES[0]
+        yield rest * rest >> MIDDLE & HASH_MASK
+        rest = ((window & CONTEXTS[1]) + MARKS[1]) * FACTOR % PRIMES[1]
+        yield rest * rest >> MIDDLE & HASH_MASK
+        if frame and num_foreseen < SETTLED:
+            framed = frame if num_foreseen else frame << WINDOW_BITS | window & TOKEN_MASK
+            rest = framed * FACTOR % FRAME_PRIME
+            yield rest * rest >> MIDDLE & HASH_MASK
+        else:
+            yield ABSENT
+        rest = ((window & CONTEXTS[2]) + MARKS[2]) * FACTOR % PRIMES[2]
+        yield rest * rest >> MIDDLE & HASH_MASK
+
+
+START = Place()
+
+
+def place_of(ids: Iterable[int]) -> Place:
+    """Behind a prompt."""
+    place = START
     for token_id in ids:
-        window = after(window, token_id)
-    return window
-
-
-def after(window: int, token_id: int) -> int:
-    """The window of the last tokens, one token later."""
-    return (window << WINDOW_BITS | token_id) & WINDOW_MASK
-
-
-def hashes(window: int) -> tuple[int, ...]:
-    """Of the contexts that the window ends with, the longest first."""
-    return tuple([
-        ((window & context) + mark) % prime & HASH_MASK
-        for context, mark, prime in zip(CONTEXTS, MARKS, PRIMES, strict=True)
-    ])  # fmt: skip
+        place = place.given(token_id)
+    return place
 
 
 def level_of(count: int) -> int:
@@ -75,12 +124,12 @@ class SuffixTable:
     def num_lines(self) -> int:
         return self._line_mask + 1
 
-    def best(self, window: int) -> tuple[int, int]:
-        """The token that has followed the longest known part of the window's end, with its strength: 1 to
-        MAX_STRENGTH, more for longer contexts, then for higher counts. Strength 0: nothing is known."""
+    def best(self, place: Place) -> tuple[int, int]:
+        """The token that has followed the context there that tells most, with its strength: 1 to MAX_STRENGTH, more
+        for better contexts, then for higher counts. Strength 0: nothing is known."""
         words, line_mask = self.words, self._line_mask
         strength = MAX_STRENGTH - NUM_LEVELS
-        for hashed in hashes(window):
+        for hashed in place.hashes():
             first = (hashed & line_mask) * WAYS
             for word in words[first : first + WAYS]:
                 if word >> HEAD_BITS == hashed and (level := level_of(word & MAX_COUNT)):

@@ -10,15 +10,17 @@ from array import array
 from collections.abc import Iterable
 
 from shared.suffix_table import (
+    ABSENT,
     COUNT_BITS,
     HEAD_BITS,
-    LENGTHS,
     MAX_COUNT,
     MAX_TOKEN_ID,
+    MIN_COUNT,
+    NEEDED,
+    START,
     WAYS,
+    Place,
     SuffixTable,
-    after,
-    hashes,
     level_of,
 )
 
@@ -38,19 +40,22 @@ class FleetLearner(SuffixTable):
     def num_bytes(self) -> int:
         return super().num_bytes + len(self._versions) * self._versions.itemsize
 
-    def learn(self, ids: Iterable[int], window: int = 0, num_before: int = 0) -> int:
-        """That these tokens have followed a text, of which num_before tokens are in the window; the window after."""
+    def learn(self, ids: Iterable[int], place: Place = START, num_before: int = 0) -> Place:
+        """That these tokens have followed a text, of which num_before tokens are in the place; the place after."""
         self.version += 1
         for token_id in ids:
-            if token_id <= MAX_TOKEN_ID:
-                self._note(window, num_before, token_id)
-            window = after(window, token_id)
+            if token_id <= MAX_TOKEN_ID and self._note(place, num_before, token_id):
+                place = place.foreseen(token_id)
+            else:
+                place = place.surprised(token_id)
             num_before += 1
-        return window
+        return place
 
-    def _note(self, window: int, num_before: int, token_id: int) -> None:
-        for length, hashed in zip(LENGTHS, hashes(window), strict=True):
-            if num_before < length:
+    def _note(self, place: Place, num_before: int, token_id: int) -> bool:
+        """Was it foreseen?"""
+        said = -1
+        for needed, hashed in zip(NEEDED, place.hashes(), strict=True):
+            if num_before < needed or hashed == ABSENT:
                 continue
             at = self._find(hashed)
             if at < 0:
@@ -58,8 +63,11 @@ class FleetLearner(SuffixTable):
                 continue
             old = self.words[at]
             new = self.words[at] = _counted(old, token_id)
+            if said < 0 and old & MAX_COUNT >= MIN_COUNT:
+                said = old >> COUNT_BITS & MAX_TOKEN_ID
             if level_of(old & MAX_COUNT) != level_of(new & MAX_COUNT):
                 self._versions[at // WAYS] = self.version
+        return said == token_id
 
     def changes_since(self, version: int, most_lines: int) -> tuple[array[int], int]:
         """Entries of lines that have changed after that version, and up to which version those are all; the oldest

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from services.cache_store.fleet_learner import FleetLearner
 from shared.store_calls import FleetCall, FleetChanges
-from shared.suffix_table import pack_words, window_of
+from shared.suffix_table import Place, pack_words, place_of
 from shared.wire import unpack_ids
 
 MAX_BYTES = 64 << 20  # of all tenants together
@@ -29,7 +29,7 @@ class _Waiting:
 
     tenant: bytes
     ids: list[int]
-    window: int
+    place: Place
     num_before: int
     at: int = 0
 
@@ -71,7 +71,7 @@ class FleetStore:
         if self._num_waiting + len(ids) > MAX_WAITING_TOKENS:
             self.counts["answers_left_out"] += 1
             return
-        self._waiting.append(_Waiting(tenant, ids, window_of(before), len(before)))
+        self._waiting.append(_Waiting(tenant, ids, place_of(before), len(before)))
         self._num_waiting += len(ids)
 
     def _changes(self, tenant: bytes, version: int) -> FleetChanges | None:
@@ -97,7 +97,7 @@ class FleetStore:
         learner = self._learner(answer.tenant)
         ids = answer.ids[answer.at : answer.at + PIECE_TOKENS]
         before = learner.num_bytes
-        answer.window = learner.learn(ids, answer.window, answer.num_before + answer.at)
+        answer.place = learner.learn(ids, answer.place, answer.num_before + answer.at)
         answer.at += len(ids)
         self._num_waiting -= len(ids)
         self._num_bytes += learner.num_bytes - before

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from services.cache_store.fleet_learner import FleetLearner
 from shared import suffix_table
-from shared.suffix_table import LENGTHS, MAX_STRENGTH, MAX_TOKEN_ID, MIN_LINES, NUM_LEVELS, SuffixTable, window_of
+from shared.suffix_table import LENGTHS, MAX_STRENGTH, MAX_TOKEN_ID, MIN_LINES, NUM_LEVELS, SuffixTable, place_of
 
 
 def text(seed: int, size: int = 60, vocabulary: int = 50_000) -> list[int]:
@@ -17,13 +17,13 @@ def text(seed: int, size: int = 60, vocabulary: int = 50_000) -> list[int]:
 
 
 def drafts(table: SuffixTable, ids: list[int], count: int) -> list[int]:
-    window, found = window_of(ids), list[int]()
+    place, found = place_of(ids), list[int]()
     while len(found) < count:
-        token_id, strength = table.best(window)
+        token_id, strength = table.best(place)
         if not strength:
             break
         found.append(token_id)
-        window = suffix_table.after(window, token_id)
+        place = place.foreseen(token_id)
     return found
 
 
@@ -33,13 +33,13 @@ def test_what_was_seen_twice_is_known_to_its_end() -> None:
     assert drafts(learner, answer[:2], 99) == []
     learner.learn(answer)
     assert drafts(learner, answer[:2], 99) == answer[2:]
-    assert learner.best(window_of(answer[:8])) == (answer[8], MAX_STRENGTH - NUM_LEVELS + 1)
+    assert learner.best(place_of(answer[:8])) == (answer[8], MAX_STRENGTH - NUM_LEVELS + 1)
 
 
 def test_the_end_of_the_prompt_leads_to_the_first_token() -> None:
     learner, answer, prompt = FleetLearner(), text(1), text(2)
     for _ in range(2):
-        learner.learn(answer, window_of(prompt), len(prompt))
+        learner.learn(answer, place_of(prompt), len(prompt))
     assert drafts(learner, prompt, 5) == answer[:5]
 
 
@@ -48,15 +48,15 @@ def test_before_the_first_tokens_nothing_is_made_up() -> None:
     learner = FleetLearner()
     for _ in range(2):
         learner.learn([5, 6, 7])
-    assert learner.num_entries == 1 and learner.best(window_of([0, 5]))[1] == 0
+    assert learner.num_entries == 1 and learner.best(place_of([0, 5]))[1] == 0
 
 
 def test_an_answer_in_pieces_is_learnt_as_a_whole() -> None:
     whole, pieces, answer = FleetLearner(), FleetLearner(), text(3)
     for _ in range(3):
         whole.learn(answer)
-        window = pieces.learn(answer[:7])
-        pieces.learn(answer[7:], window, 7)
+        place = pieces.learn(answer[:7])
+        pieces.learn(answer[7:], place, 7)
     assert pieces.words == whole.words
 
 
@@ -85,7 +85,7 @@ def test_the_likelier_of_two_is_known_where_it_is_likely_enough(share: float, is
     right = 0
     for _ in range(300):
         learner.learn([1, 2, 3 if rng.random() < share else 4])
-        right += learner.best(window_of([1, 2])) > (3, 1) and learner.best(window_of([1, 2]))[0] == 3
+        right += learner.best(place_of([1, 2])) > (3, 1) and learner.best(place_of([1, 2]))[0] == 3
     assert (right > 240) is is_known
 
 
@@ -94,7 +94,7 @@ def test_tokens_that_do_not_fit_are_left_out() -> None:
     for _ in range(2):
         learner.learn([1, 2, MAX_TOKEN_ID + 1, 3, 4])
     assert drafts(learner, [1, 2], 9) == []
-    assert learner.best(window_of([2, MAX_TOKEN_ID + 1]))[0] == 3
+    assert learner.best(place_of([2, MAX_TOKEN_ID + 1]))[0] == 3
 
 
 def copy_of(learner: FleetLearner, most_lines: int = 1 << 20) -> SuffixTable:
@@ -124,8 +124,8 @@ def test_a_copy_that_follows_knows_what_the_learner_knows(answers: list[tuple[li
     for length in LENGTHS:
         for answer, _ in answers:
             for at in range(length, len(answer)):
-                window = window_of(answer[at - length : at])
-                assert table.best(window) == learner.best(window)
+                place = place_of(answer[at - length : at])
+                assert table.best(place) == learner.best(place)
 
 
 def test_a_copy_of_one_that_has_grown() -> None:
@@ -183,6 +183,7 @@ def test_memory_is_bounded_however_many_answers_differ(monkeypatch: pytest.Monke
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)
 def test_memory_is_bounded_under_a_million_different_answers() -> None:
     learner, sizes = FleetLearner(), []
     for first in range(0, 1_000_000, 100_000):

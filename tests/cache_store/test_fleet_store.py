@@ -8,7 +8,7 @@ from services.cache_store import fleet_store as fleet_store_module
 from services.cache_store.fleet_learner import FleetLearner
 from services.cache_store.fleet_store import PIECE_TOKENS, TENANT_BYTES, FleetStore
 from shared.store_calls import FleetCall, FleetChanges
-from shared.suffix_table import SuffixTable, unpack_words, window_of
+from shared.suffix_table import SuffixTable, place_of, unpack_words
 from shared.wire import ProtocolError, pack_ids
 
 A, B = b"a" * 32, b"b" * 32
@@ -49,8 +49,8 @@ def test_what_one_worker_tells_another_is_told() -> None:
     learn_all(store)
     changes = ask(store, A)
     assert changes is not None and changes.store == "c" and changes.is_all
-    assert known(changes).best(window_of([1, 2]))[0] == answer[0]
-    assert known(changes).best(window_of(answer[10:18]))[0] == answer[18]
+    assert known(changes).best(place_of([1, 2]))[0] == answer[0]
+    assert known(changes).best(place_of(answer[10:18]))[0] == answer[18]
     assert ask(store, A, changes.version) is None
 
 
@@ -60,7 +60,7 @@ def test_another_tenant_is_told_nothing_of_it() -> None:
     tell(store, B, text(2), text(2))
     learn_all(store)
     table = known(ask(store, B))
-    assert table.num_entries and not any(table.best(window_of(answer[:at]))[1] for at in range(2, 40))
+    assert table.num_entries and not any(table.best(place_of(answer[:at]))[1] for at in range(2, 40))
 
 
 def test_a_long_answer_is_learnt_in_pieces_as_a_whole() -> None:
@@ -108,7 +108,7 @@ def test_a_large_table_is_told_in_parts(monkeypatch: pytest.MonkeyPatch) -> None
         table.put(unpack_words(changes.words))
         version, replies = changes.version, replies + 1
         assert changes.is_all == (ask(store, A, version) is None)
-    assert replies > 3 and all(table.best(window_of(answer[4:12]))[0] == answer[12] for answer in answers)
+    assert replies > 3 and all(table.best(place_of(answer[4:12]))[0] == answer[12] for answer in answers)
 
 
 def test_memory_is_bounded_and_the_longest_unused_give_way(monkeypatch: pytest.MonkeyPatch) -> None:

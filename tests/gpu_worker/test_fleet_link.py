@@ -30,7 +30,7 @@ from shared.records import Records
 from shared.scripts import Scripts
 from shared.speculative_config import SpeculativeConfig
 from shared.store_calls import FleetChanges
-from shared.suffix_table import pack_words, window_of
+from shared.suffix_table import pack_words, place_of
 from shared.wire import encode
 from shared.worker_protocol import Admit
 from tests.gpu_worker.builders import CAPACITY, make_params
@@ -344,4 +344,4 @@ async def test_a_worker_hears_of_it_by_its_plan_and_runs_on(redis_url: str, stor
         await bench.run_dry()
         assert [(await bench.record(sid)).state for sid in ("r.0", "q.0")] == ["done", "done"]
         await bench.worker.fleet.take_in()
-        assert fleet.tables[0].best(window_of([1, 2]))[0] == 3
+        assert fleet.tables[0].best(place_of([1, 2]))[0] == 3

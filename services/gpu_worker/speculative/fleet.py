@@ -17,7 +17,7 @@ from services.gpu_worker.batch import Sequence
 from services.gpu_worker.speculative.proposer import NOTHING, Proposal
 from shared.block_keys import root_key
 from shared.protocol import SamplingParams
-from shared.suffix_table import COUNT_BITS, LENGTHS, MAX_TOKEN_ID, NUM_LEVELS, SuffixTable, after
+from shared.suffix_table import COUNT_BITS, LENGTHS, MAX_TOKEN_ID, NUM_LEVELS, START, SuffixTable
 from shared.wire import pack_ids
 
 METHOD = "fleet"
@@ -46,19 +46,24 @@ class FleetProposer:
 
     def __init__(self, find: Callable[[], SuffixTable | None]) -> None:
         self._find = find
-        self._window = 0
+        self._place = START
+        self._was_asked = False  # for the next token: one that nobody asks for is given by the prompt
         self._ids: list[int] = []
         self._strengths: list[int] = []
-        self._ahead = 0  # the window behind them
+        self._ahead = START  # the place behind them
 
     def append(self, token_id: int) -> None:
-        self._window = after(self._window, token_id)
         if self._ids and self._ids[0] == token_id:
             del self._ids[0], self._strengths[0]
+            self._place = self._place.foreseen(token_id)
         else:
-            self._ids, self._strengths, self._ahead = [], [], self._window
+            place = self._place
+            self._place = place.surprised(token_id) if self._was_asked else place.given(token_id)
+            self._ids, self._strengths, self._ahead = [], [], self._place
+        self._was_asked = False
 
     def propose(self, most: int) -> Proposal:
+        self._was_asked = True
         table = self._find()
         if table is None:
             return NOTHING
@@ -68,7 +73,7 @@ class FleetProposer:
                 break
             self._ids.append(token_id)
             self._strengths.append(strength)
-            self._ahead = after(self._ahead, token_id)
+            self._ahead = self._ahead.foreseen(token_id)
         return Proposal(tuple(self._ids[:most]), tuple(self._strengths[:most]))
 
 

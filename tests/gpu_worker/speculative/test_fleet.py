@@ -12,7 +12,7 @@ from services.gpu_worker.batch import Sequence
 from services.gpu_worker.speculative import fleet as fleet_module
 from services.gpu_worker.speculative.fleet import MAX_ANSWER_TOKENS, MAX_WAITING, Fleet, FleetProposer, expected_of
 from services.gpu_worker.speculative.proposer import NOTHING
-from shared.suffix_table import LENGTHS, SuffixTable, window_of
+from shared.suffix_table import LENGTHS, SuffixTable, place_of
 from shared.wire import unpack_ids
 from tests.gpu_worker.builders import make_params
 from tests.suffix_words import word_of
@@ -73,10 +73,12 @@ def test_what_is_kept_of_earlier_drafts_is_what_would_be_looked_up(tokens: list[
     table.put(words_of([0, 1, 2, 3] * 6, [3, 1, 2, 0] * 6))
     kept, read = FleetProposer(lambda: table), list[int]()
     for token_id, most in tokens:
+        kept.propose(1)
         kept.append(token_id)
         read.append(token_id)
         fresh = FleetProposer(lambda: table)
         for known in read:
+            fresh.propose(1)
             fresh.append(known)
         assert kept.propose(most) == fresh.propose(most)
 
@@ -156,5 +158,5 @@ def test_more_is_expected_of_what_has_come_more_often_and_always_more_than_of_ch
     chances = []
     for count in range(2, 16):
         table.put([word_of([1, 2], 3, count)])
-        chances.append(expected_of(table.best(window_of([1, 2]))[1]))
+        chances.append(expected_of(table.best(place_of([1, 2]))[1]))
     assert chances == sorted(chances) and 0.66 < chances[0] < chances[-1] < 1.0
