@@ -4,13 +4,13 @@
 #include "decoder.h"
 #include "sampling.h"
 
-static void *take(char **at, int64_t bytes) {
+void *take(char **at, int64_t bytes) {
     void *p = *at;
     *at += up_to(bytes, 64);
     return p;
 }
 
-static struct rows take_rows(char **at, int64_t rows, int64_t columns) {
+struct rows take_rows(char **at, int64_t rows, int64_t columns) {
     struct rows r = {.stride = up_to(columns, GROUP), .columns = columns};
     int64_t groups = columns / GROUP;
     r.x = take(at, rows * r.stride * 4);
@@ -80,6 +80,7 @@ void free_buffers(struct decoder *d) {
     free(d->candidates);
     free(d->noisy);
     free(d->items);
+    free(d->made);
 }
 
 void cut_spans(struct decoder *d) {

@@ -10,8 +10,7 @@ enum phase { NORM_ATTN, QKV, ROPE, ATTEND, OUT, NORM_FFN, GATE_UP, DOWN, PHASES_
 #define MAX_PIECES 16384
 #define LATE 3 /* quarters of the layers, after which the next step should be made ready */
 
-/* Sets how many tiles make a piece; the number of pieces, if possible as many for each thread. */
-static int cut_tiles(struct decoder *d, int tiles) {
+int cut_tiles(struct decoder *d, int tiles) {
     int threads = pool_num_threads(d->pool), size = tiles / (threads * 4);
     size = size < 1 ? 1 : size > MAX_TILES_A_PIECE ? MAX_TILES_A_PIECE : size;
     while (size > 1 && (tiles + size - 1) / size % threads) size--;
@@ -79,8 +78,8 @@ static void linear_tile(const struct linear *l, int tile, const struct rows *x, 
     for (int i = 0; i < count; i++) put_tile(out[i], bias, y + (first + i) * stride + offset, width, add);
 }
 
-static void linear_piece(const struct decoder *d, const struct linear *l, int piece, const struct rows *x, int rows,
-                         float *y, int64_t stride, int add) {
+void linear_piece(const struct decoder *d, const struct linear *l, int piece, const struct rows *x, int rows, float *y,
+                  int64_t stride, int add) {
     int first = piece * d->tiles_a_piece, end = first + d->tiles_a_piece, tiles = linear_tiles(l);
     if (end > tiles) end = tiles;
     for (int row = 0; row < rows; row += MAX_BLOCK_ROWS) {

@@ -25,6 +25,9 @@ struct decoder {
     int32_t *noisy;               /* the samples to whose logits noise is added */
     int32_t num_noisy, noise_capacity;
     void *memory;
+    float *made; /* [row][hidden_size]: what the layer of a head reads */
+    struct rows given; /* what they are made of */
+    int32_t made_capacity;
 };
 
 INLINE int64_t hidden_stride(const struct decoder *d) { return up_to(d->m->hidden_size, 16); }
@@ -57,7 +60,13 @@ void fuse(struct decoder *d, const struct layer *l, int first, int end);
 /* Copies of all rows before this layer, where they are wanted. */
 void tap(struct decoder *d, int layer);
 
-/* buffers.c: 0 if there is no memory. Steps no larger than an earlier one allocate nothing. */
+/* chains.c: 0, or -1 where there is no memory. */
+int decoder_chains(struct decoder *d, const struct chains *c);
+
+/* buffers.c: so many bytes, or rows, from `at` on, which moves behind them. */
+void *take(char **at, int64_t bytes);
+struct rows take_rows(char **at, int64_t rows, int64_t columns);
+/* 0 if there is no memory. Steps no larger than an earlier one allocate nothing. */
 int reserve_buffers(struct decoder *d, const struct step *step);
 void free_buffers(struct decoder *d);
 /* Cuts the step's spans into items. */
@@ -67,6 +76,10 @@ void cut_spans(struct decoder *d);
 struct decoder *decoder_new(const struct model *m, struct pool *pool);
 void decoder_free(struct decoder *d);
 int decoder_step(struct decoder *d, const struct step *step);
+/* Sets how many tiles make a piece; the number of pieces, if possible as many for each thread. */
+int cut_tiles(struct decoder *d, int tiles);
+void linear_piece(const struct decoder *d, const struct linear *l, int piece, const struct rows *x, int rows, float *y,
+                  int64_t stride, int add);
 
 /* choice.c */
 void best_of_piece(struct decoder *d, int piece);

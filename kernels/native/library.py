@@ -7,7 +7,7 @@ from ctypes import POINTER, c_float, c_int, c_int32, c_int64, c_void_p
 from pathlib import Path
 from typing import Any
 
-from kernels.native.structs import Layer, Matrix, Model, Rows, Step
+from kernels.native.structs import Chains, Layer, Matrix, Model, Rows, Step
 
 _BRIEF = ("runner_submit", "runner_has_ended")  # not worth letting other Python threads in, who may be slow to leave
 _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
@@ -16,6 +16,7 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "runner_new": (c_void_p, [POINTER(Model), c_void_p]),
     "runner_free": (None, [c_void_p]),
     "runner_run": (c_int, [c_void_p, POINTER(Step)]),
+    "runner_chains": (c_int, [c_void_p, POINTER(Chains)]),
     "runner_submit": (c_int64, [c_void_p, POINTER(Step)]),
     "runner_has_ended": (c_int, [c_void_p, c_int64]),
     "runner_wait_until_late": (None, [c_void_p, c_int64]),

@@ -108,6 +108,25 @@ struct step {
     float *taps;                 /* [num_rows][num_taps][hidden_size] */
 };
 
+/* A head that drafts (EAGLE) beside the model that is its layer: what makes the rows that this reads. */
+struct head {
+    int32_t columns, reads_embedding; /* of fc, whether the first of them are the embedding: then also of later places */
+    struct linear fc;
+    const float *first_norm; /* padded to 16, or null: of what fc makes, and of rows that the layer leaves */
+};
+
+/* Guesses of several sequences. first: a step of known tokens, a span and a sample for each, whose blocks have room for
+   the guesses too. */
+struct chains {
+    const struct head *head;
+    const struct step *first;
+    const float *const *taps; /* [num_spans]: what fc reads, but for the embedding, for each row of a span */
+    const int32_t *counts;    /* [num_spans]: how many tokens are to be guessed */
+    int32_t *token_ids;       /* [num_spans][num_places]: left as they are behind the last guess */
+    float *logprobs;          /* [num_spans][num_places]: what the head gave each */
+    int32_t num_places, reserved;
+};
+
 struct pool;
 struct task {
     /* Called by one thread between two phases: how many pieces the phase has; it may do small work itself. */

@@ -84,6 +84,14 @@ EXPORT int headrace_runner_run(struct runner *r, const struct step *step) {
     return result;
 }
 
+/* The same of all places of a head's chains. */
+EXPORT int headrace_runner_chains(struct runner *r, const struct chains *c) {
+    r->decoder->runner = NULL;
+    int result = decoder_chains(r->decoder, c);
+    r->decoder->runner = r;
+    return result;
+}
+
 /* The step's number, from 0 on; -1 if MAX_WAITING have not ended yet. Does not block. */
 EXPORT int64_t headrace_runner_submit(struct runner *r, const struct step *step) {
     pthread_mutex_lock(&r->lock);

@@ -79,6 +79,20 @@ class Step(ctypes.Structure):
     ]  # fmt: skip
 
 
+class Head(ctypes.Structure):
+    _fields_: ClassVar[_Fields] = [
+        ("columns", c_int32), ("reads_embedding", c_int32), ("fc", Linear), ("first_norm", c_void_p),
+    ]  # fmt: skip
+
+
+class Chains(ctypes.Structure):
+    _fields_: ClassVar[_Fields] = [
+        ("head", POINTER(Head)), ("first", POINTER(Step)),
+        *((name, c_void_p) for name in ("taps", "counts", "token_ids", "logprobs")),
+        ("num_places", c_int32), ("reserved", c_int32),
+    ]  # fmt: skip
+
+
 MAX_TOP = 32
 
 

@@ -8,7 +8,8 @@ import math
 from array import array
 from collections import deque
 from collections.abc import Mapping
-from ctypes import addressof, c_int32
+from collections.abc import Sequence as Seq
+from ctypes import addressof, c_float, c_int32, c_void_p
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +17,7 @@ import numpy as np
 import torch
 
 from kernels.native.library import NativeLibrary, Pool
-from kernels.native.structs import Draw, Layer, Linear, Matrix, Model, NoiseKey, Step, address
+from kernels.native.structs import Chains, Draw, Head, Layer, Linear, Matrix, Model, NoiseKey, Step, address
 from kernels.sample_tokens import NativeOps
 from services.gpu_worker.kv_pool import SCALE_BYTES
 from services.gpu_worker.model.config import ModelConfig
@@ -97,9 +98,25 @@ class NativeRun:
             failed = self._library.runner_run(self._runner, ctypes.byref(self._step))
         else:
             failed = self._library.runner_wait(self._runner, self._number)
+        self._check(failed)
+        return list(self.drawn)
+
+    def guess(self, head: Head, taps: Seq[torch.Tensor], counts: Seq[int]) -> list[list[tuple[int, float]]]:
+        """See `NativeDecoder.guess`."""
+        num, places = len(counts), max(1, *counts)
+        ids, logprobs = (c_int32 * (num * places))(*[-1] * (num * places)), (c_float * (num * places))()
+        pointers, wanted = (c_void_p * num)(*(t.data_ptr() for t in taps)), (c_int32 * num)(*counts)
+        chains = Chains(
+            ctypes.pointer(head), ctypes.pointer(self._step), addressof(pointers), addressof(wanted), addressof(ids),
+            addressof(logprobs), places,
+        )  # fmt: skip
+        self._check(self._library.runner_chains(self._runner, ctypes.byref(chains)))
+        pairs = list(zip(ids, logprobs, strict=True))
+        return [[p for p in pairs[n * places : n * places + count] if p[0] >= 0] for n, count in enumerate(counts)]
+
+    def _check(self, failed: int) -> None:
         if failed:
             raise MemoryError(f"no memory for a step of {self._step.num_rows} tokens")
-        return list(self.drawn)
 
 
 class NativeDecoder:
@@ -171,6 +188,16 @@ class NativeDecoder:
         self._runs.append(run)
         return run
 
+    def guess(
+        self, inputs: NativeInputs, head: Head, taps: Seq[torch.Tensor], counts: Seq[int]
+    ) -> list[list[tuple[int, float]]]:
+        """As the layer of a head that drafts: chains of so many tokens of each of the inputs' sequences, with what the
+        head gave them; shorter where it comes to no number. Not while steps are under way.
+
+        taps: float32 [rows, ...], contiguous: what the head reads for a sequence's rows. Each has a sample, its last
+        row, and blocks for what is guessed too."""
+        return self._prepare(inputs, None).guess(head, taps, counts)
+
     def run(self, inputs: NativeInputs, rows: torch.Tensor | None = None) -> NativeRun:
         """A step to `wait` for, which computes it. Not while others are under way.
 
@@ -231,6 +258,11 @@ def _layer(layer: NativeLayer, cache: NativeCache) -> Layer:
         *map(_linear, (layer.qkv, layer.out, layer.gate, layer.up, layer.down)),
         *(None if a is None else a.ctypes.data for a in (cache.k, cache.v, cache.k_scale, cache.v_scale)),
     )  # fmt: skip
+
+
+def native_head(fc: NativeLinear, first_norm: torch.Tensor | None, reads_embedding: bool) -> Head:
+    """What makes the rows that a head's layer reads; whoever holds it keeps both."""
+    return Head(fc.parts[0].columns, reads_embedding, _linear(fc), address(first_norm))
 
 
 def _linear(linear: NativeLinear) -> Linear:

@@ -24,6 +24,7 @@ from services.gpu_worker.speculative.row_cost import RowCost
 from shared.speculative_config import MAX_SPECULATIVE_TOKENS
 
 MAX_KEPT_ROWS = 8192  # of all sequences
+FEW_OTHERS = 256  # rows of a step, that may be kept with a sequence's own until its next
 FAR_BEHIND = 1 << 30
 FEW_ROWS = 8  # of a sequence, that a step with drafts leaves
 
@@ -47,9 +48,13 @@ class _Read:
     is_given_up: bool = False
 
     def keep(self, start: int, rows: torch.Tensor) -> None:
-        if not self.is_given_up:
-            self.kept.append((start, rows))
-            self.num_kept += len(rows)
+        """Most are read before the next come; those that are not leave what else their step has computed."""
+        if self.is_given_up:
+            return
+        if self.kept and (own := self.kept[-1][1]).nbytes < own.untyped_storage().nbytes():
+            self.kept[-1] = self.kept[-1][0], own.clone()
+        self.kept.append((start, rows))
+        self.num_kept += len(rows)
 
     def give_up(self) -> None:
         self.is_given_up, self.kept, self.num_kept = True, [], 0
@@ -60,6 +65,9 @@ class _Read:
         first, count = self.num_read, end - self.num_read
         if count < 1 or not self.kept:
             return None
+        latest, rows = self.kept[-1]
+        if latest <= first and end <= latest + len(rows):
+            return rows[first - latest : end - latest]
         out = self.kept[0][1].new_empty(count, *self.kept[0][1].shape[1:])
         have = torch.zeros(count, dtype=torch.bool)
         for start, rows in self.kept:
@@ -70,8 +78,10 @@ class _Read:
         return out if bool(have.all()) else None
 
     def has_read(self, end: int) -> None:
+        """Once it has read all tokens but the last, what is left was computed for drafts that were wrong."""
         self.num_read = end
-        self.kept = [(start, rows) for start, rows in self.kept if start + len(rows) > end]
+        is_left = end < len(self.seq.token_ids) - 1
+        self.kept = [(start, rows) for start, rows in self.kept if is_left and start + len(rows) > end]
         self.num_kept = sum(len(rows) for _, rows in self.kept)
 
 
@@ -92,7 +102,7 @@ class HeadProposer:
         row = 0
         for chunk in chunks:
             own = taps[row : row + chunk.num_rows]
-            self._of(chunk).keep(chunk.start, own if len(own) == len(taps) else own.clone())  # not the whole step's
+            self._of(chunk).keep(chunk.start, own if len(taps) - len(own) <= FEW_OTHERS else own.clone())
             row += chunk.num_rows
         readers = list(self._read.values())
         while sum(read.num_kept for read in readers) > MAX_KEPT_ROWS:
@@ -159,8 +169,9 @@ class HeadProposer:
 
     def _follow_blocks(self, read: _Read) -> bool:
         """A block may have become another one, equal to it, which the head has read or not."""
-        seq, num_blocks = read.seq, -(-read.num_read // self._size)
-        for index in range(read.base // self._size, num_blocks):
+        seq, first, num_blocks = read.seq, read.base // self._size, -(-read.num_read // self._size)
+        is_same = read.block_ids[first:num_blocks] == seq.block_ids[first:num_blocks]
+        for index in range(num_blocks if is_same else first, num_blocks):
             new = seq.block_ids[index]
             is_held = read.base == 0 and index < len(seq.keys) and self._blocks.holds(new, seq.keys[index])
             if read.block_ids[index] != new and not is_held:

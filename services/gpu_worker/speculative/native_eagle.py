@@ -8,22 +8,17 @@ as often as it can.
 
 from __future__ import annotations
 
-import ctypes
-import itertools
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from kernels.matmul_a8 import matmul_a8
 from kernels.packed_weight import PackedWeight
 from kernels.philox import MASK
-from kernels.quantize_a8 import quantize_a8
-from kernels.rms_norm import rms_norm
 from services.gpu_worker.batch import Sequence
 from services.gpu_worker.model.config import ModelConfig
-from services.gpu_worker.model.native_decoder import NativeDecoder
+from services.gpu_worker.model.native_decoder import NativeDecoder, native_head
 from services.gpu_worker.native_inputs import NativeInputs, Noise
 from services.gpu_worker.sampler import GREEDY_BELOW
 from services.gpu_worker.speculative.head_config import EagleConfig, drafting_layer, read_eagle
@@ -56,8 +51,7 @@ class Guess:
 class EagleWeights:
     """fc: what makes rows of taps, or of embedding and taps; first_norm: of rows, where the stream begins behind it."""
 
-    fc: PackedWeight
-    fc_bias: torch.Tensor | None
+    fc: NativeLinear
     first_norm: torch.Tensor | None
     decoder: NativeWeights
 
@@ -85,7 +79,7 @@ def _fused(files: HeadFiles, config: EagleConfig, shared: NativeWeights) -> Eagl
         draft_token_ids(files, config.draft_vocab_size, layer.vocab_size),
     )  # fmt: skip
     fc = files.matrix("fc.weight", size, len(config.tap_layers) * size)
-    return EagleWeights(fc, None, first, decoder)
+    return EagleWeights(NativeLinear((fc,)), first, decoder)
 
 
 def _plain(files: HeadFiles, config: EagleConfig, shared: NativeWeights) -> EagleWeights:
@@ -96,7 +90,7 @@ def _plain(files: HeadFiles, config: EagleConfig, shared: NativeWeights) -> Eagl
         head = NativeLinear((files.matrix("lm_head.weight", config.layer.vocab_size, size),))
     bias = files.vector("fc.bias", size)[:size] if config.fc_bias or files.has("fc.bias") else None
     decoder = NativeWeights(_embedding(files, config, shared), (native,), None, head)
-    return EagleWeights(files.matrix("fc.weight", size, 2 * size), bias, None, decoder)
+    return EagleWeights(NativeLinear((files.matrix("fc.weight", size, 2 * size),), bias), None, decoder)
 
 
 def _embedding(files: HeadFiles, config: EagleConfig, shared: NativeWeights) -> PackedWeight:
@@ -129,7 +123,7 @@ def _layer(
     )  # fmt: skip
 
 
-def noise_at(seq: Sequence, place: int) -> Noise | None:
+def noise_of(seq: Sequence, place: int = 0) -> Noise | None:
     """With which the target draws the token so many places behind those that it has; None: without."""
     params = seq.params
     if params.temperature < GREEDY_BELOW:
@@ -147,91 +141,39 @@ class NativeEagle:
         self.config = config
         self._weights = weights
         self._block_size = block_size
-        self._library, self._pool = target.native
+        library, pool = target.native
         self._decoder = NativeDecoder(
-            drafting_layer(config), weights.decoder, self._library, pool=self._pool, num_blocks=num_blocks,
-            block_size=block_size, max_model_len=max_model_len,
+            drafting_layer(config), weights.decoder, library, pool=pool, num_blocks=num_blocks, block_size=block_size,
+            max_model_len=max_model_len,
         )  # fmt: skip
-        self._decoder.tap_layers = (1,)  # what its layer leaves: the next row
-        ids = weights.decoder.token_ids
-        self._places = torch.arange(config.layer.vocab_size)  # of tokens, in the draft vocabulary
-        if ids is not None:
-            self._places[ids.long()] = torch.arange(len(ids))
+        self._head = native_head(weights.fc, weights.first_norm, not config.is_fused)
 
     def guess(self, wanted: Seq[Wanted]) -> list[list[Guess]]:
         """Tokens that may follow each; fewer than asked for where the head has come to no number."""
-        found: list[list[Guess]] = [[] for _ in wanted]
-        alive = list(range(len(wanted)))
-        spans = [(w.first, len(w.taps)) for w in wanted]
-        tokens = [token for w in wanted for token in w.seq.token_ids[w.first + 1 : w.first + 1 + len(w.taps)]]
-        rows = self._first_rows(tokens, torch.cat([w.taps for w in wanted]).flatten(1))
-        for place in range(max(1, *(w.count for w in wanted))):
-            guesses, left = self._step([wanted[i] for i in alive], spans, tokens, rows, place)
-            for n, i in enumerate(alive):
-                if wanted[i].count and guesses[n].token_id >= 0:
-                    found[i].append(guesses[n])
-            going = [n for n, i in enumerate(alive) if wanted[i].count > place + 1 == len(found[i])]
-            if not going:
-                break
-            alive, tokens = [alive[n] for n in going], [guesses[n].token_id for n in going]
-            spans = [(len(wanted[i].seq.token_ids) - 1 + place, 1) for i in alive]
-            rows = self._later_rows(tokens, left[going])
-        return found
+        taps, counts = [own.taps for own in wanted], [own.count for own in wanted]
+        found = self._decoder.guess(self._inputs(wanted), self._head, taps, counts)
+        return [[Guess(*each) for each in own] for own in found]
 
-    def _first_rows(self, tokens: Seq[int], taps: torch.Tensor) -> torch.Tensor:
-        return self._normed(self._fused(taps)) if self.config.is_fused else self._later_rows(tokens, taps)
-
-    def _later_rows(self, tokens: Seq[int], rows: torch.Tensor) -> torch.Tensor:
-        """rows: of the token before, as the target's last layer or the head has left it."""
-        if self.config.is_fused:
-            return self._normed(rows.contiguous())
-        ids = torch.tensor(tokens, dtype=torch.int32)
-        embeds = torch.empty(len(tokens), self.config.layer.hidden_size)
-        matrix = self._weights.decoder.embedding.matrix()
-        ids_pointer = ctypes.cast(ids.data_ptr(), ctypes.POINTER(ctypes.c_int32))
-        self._library.weight_rows(matrix, ids_pointer, len(tokens), embeds.data_ptr())
-        return self._fused(torch.cat((embeds, rows), dim=1))
-
-    def _fused(self, rows: torch.Tensor) -> torch.Tensor:
-        fused = matmul_a8(quantize_a8(rows, self._library), self._weights.fc, self._library, self._pool)
-        return fused if self._weights.fc_bias is None else fused + self._weights.fc_bias
-
-    def _normed(self, rows: torch.Tensor) -> torch.Tensor:
-        norm, layer = self._weights.first_norm, self.config.layer
-        return rows if norm is None else rms_norm(rows, norm[: layer.hidden_size], layer.norm_eps)
-
-    def _step(
-        self, wanted: Seq[Wanted], spans: Seq[tuple[int, int]], tokens: list[int], rows: torch.Tensor, place: int
-    ) -> tuple[list[Guess], torch.Tensor]:
-        """spans: first slot and number of each one's rows. What its last row draws, and leaves."""
-        run = self._decoder.run(self._inputs(wanted, spans, tokens, place), rows)
-        drawn = run.wait()
-        assert run.taps is not None
-        ends = list(itertools.accumulate(count for _, count in spans))
-        return self._guesses(drawn, run.logits), run.taps[[end - 1 for end in ends], 0]
-
-    def _guesses(self, drawn: list[int], logits: torch.Tensor) -> list[Guess]:
-        places = self._places[torch.tensor(drawn)]  # of -1 any
-        logprobs = logits[range(len(drawn)), places] - logits.logsumexp(-1)
-        return [Guess(token_id, logprob) for token_id, logprob in zip(drawn, logprobs.tolist(), strict=True)]
-
-    def _inputs(self, wanted: Seq[Wanted], spans: Seq[tuple[int, int]], tokens: list[int], place: int) -> NativeInputs:
-        """Positions count from the base on: only their differences are seen."""
+    def _inputs(self, wanted: Seq[Wanted]) -> NativeInputs:
+        """Of the first place. Positions count from the base on: only their differences are seen."""
         size, row = self._block_size, 0
+        tokens: list[int] = []
         positions: list[int] = []
         row_blocks: list[int] = []
-        native: list[int] = []
+        spans: list[int] = []
         block_ids: list[int] = []
         samples: list[int] = []
         noise: dict[int, Noise] = {}
-        for number, (own, (first, count)) in enumerate(zip(wanted, spans, strict=True)):
-            seq, end = own.seq, first + count
-            native += (row, count, first - own.base, len(block_ids))
+        for number, own in enumerate(wanted):
+            seq, first, count = own.seq, own.first, len(own.taps)
+            end = first + count
+            tokens += seq.token_ids[first + 1 : end + 1]
+            spans += (row, count, first - own.base, len(block_ids))
             positions += range(first - own.base, end - own.base)
             row_blocks += [seq.block_ids[slot // size] for slot in range(first, end)]
-            block_ids += seq.block_ids[own.base // size : -(-end // size)]
+            block_ids += seq.block_ids[own.base // size : -(-(end + max(0, own.count - 1)) // size)]
             row += count
             samples.append(row - 1)
-            if (own_noise := noise_at(seq, place)) is not None:
+            if (own_noise := noise_of(seq)) is not None:
                 noise[number] = own_noise
-        return NativeInputs(tokens, positions, row_blocks, native, block_ids, samples, noise, [], [])
+        return NativeInputs(tokens, positions, row_blocks, spans, block_ids, samples, noise, [], [])

@@ -21,7 +21,7 @@ from services.gpu_worker.model.config import LayerKind, ModelConfig, RopeConfig
 from services.gpu_worker.model.native_decoder import NativeDecoder
 from services.gpu_worker.native_inputs import NativeInputs
 from services.gpu_worker.speculative.head_config import MedusaConfig, read_medusa
-from services.gpu_worker.speculative.native_eagle import Guess, noise_at
+from services.gpu_worker.speculative.native_eagle import Guess, noise_of
 from services.gpu_worker.weights.head_files import HeadFiles, mapped_token_ids
 from services.gpu_worker.weights.native_loader import NativeLinear, NativeWeights
 
@@ -111,7 +111,7 @@ class NativeMedusa:
             out = matmul_a8(quantize_a8(rows, self._library), weight, self._library, self._pool)
             rows = rows + F.silu(out if bias is None else out + bias)
         num = len(sequences)
-        noise = {n: own for n, seq in enumerate(sequences) if (own := noise_at(seq, place)) is not None}
+        noise = {n: own for n, seq in enumerate(sequences) if (own := noise_of(seq, place)) is not None}
         spans = [number for n in range(num) for number in (n, 1, 0, n)]
         inputs = NativeInputs([0] * num, [0] * num, [0] * num, spans, [0] * num, list(range(num)), noise, [], [])
         run = self._heads[place].run(inputs, rows.contiguous())

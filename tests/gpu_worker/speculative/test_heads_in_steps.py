@@ -180,17 +180,21 @@ def test_what_is_kept_is_bounded() -> None:
 
 
 def test_what_is_kept_of_a_step_does_not_keep_the_rest_of_it() -> None:
-    """A sequence of which a token is kept, step by step, beside a long prompt that another one brings."""
+    """A sequence of which a token is kept, step by step, beside a prompt that another one brings: but for the latest
+    step, if that is small."""
     proposer = HeadProposer(Oracle([list(range(99))]), 4, lambda: 0.0)
-    seq, other = sequence(40, list(range(20)), []), sequence(40, list(range(20, 40)), [])
-    other.sid = "other"
-    for start in range(8):
-        (mine,), taps = rows(seq, start, 1)
-        prompt, more = rows(other, 0, 30)
-        proposer.take([mine, *prompt], torch.cat((taps, more)))
-    proposer.forget(other)
-    kept = proposer._read["s"].kept
-    assert sum(tensor.untyped_storage().nbytes() for _, tensor in kept) == sum(tensor.nbytes for _, tensor in kept)
+    seq = sequence(40, list(range(20)), [])
+    for num_others, num_exact in ((30, 7), (300, 8)):
+        other = sequence(num_others + 1, list(range(20, 120)), [])
+        other.sid = "other"
+        for start in range(8):
+            (mine,), taps = rows(seq, start, 1)
+            prompt, more = rows(other, 0, num_others)
+            proposer.take([mine, *prompt], torch.cat((taps, more)))
+        proposer.forget(other)
+        kept = [tensor for _, tensor in proposer._read["s"].kept]
+        assert sum(tensor.untyped_storage().nbytes() == tensor.nbytes for tensor in kept) == num_exact
+        proposer.forget(seq)
 
 
 def test_heads_are_loaded_as_the_configuration_names_them(tmp_path: Path) -> None:
