@@ -26,6 +26,6 @@ def make_drafter(
     cost = measure_rows(engine)
     if draft is None:
         fleet = Fleet(engine.info.vocab_size) if config.fleet else None
-        return Speculator(config, cost, max_step_s=max_step_s, fleet=fleet)
+        return Speculator(config, cost, max_step_s=max_step_s, fleet=fleet, clock=time.monotonic)
     model = draft if isinstance(draft, BatchProposer) else DraftModel(draft, measure_rows(draft))
     return ModelSpeculator(config, model, time.monotonic, cost, max_step_s=max_step_s)

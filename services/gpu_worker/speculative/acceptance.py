@@ -36,6 +36,10 @@ class Acceptance:
         self._right = [0.0] * NUM_LEVELS
         self._tried = [0.0] * NUM_LEVELS
 
+    def observe_all(self, guessed: Iterable[tuple[int, bool]]) -> None:
+        for strength, was_right in guessed:
+            self.observe(strength, was_right)
+
     def observe(self, strength: int, was_right: bool) -> None:
         level, kept = level_of(strength), self._share_kept
         self._right[level] = kept * self._right[level] + was_right

@@ -22,6 +22,16 @@ def choose_fairly(
     return choose_lengths([chances[:own] for chances in survivals], num_sampled, num_rows, num_free, cost)
 
 
+def may_pay(num_sampled: int, num_rows: int, num_free: int, cost: Callable[[int], float]) -> bool:
+    """Could a step with drafts make more tokens a second if all were right?"""
+    plain, count = cost(num_rows), num_free
+    while count > 0:
+        if (num_sampled + count) * plain > num_sampled * cost(num_rows + count):
+            return True
+        count //= 2
+    return False
+
+
 def _num_within(most_cost: float, most: int, num_rows: int, cost: Callable[[int], float]) -> int:
     """How many drafts, up to `most`, a step of this cost has room for."""
     return next((n for n in range(most) if cost(num_rows + n + 1) > most_cost), most)

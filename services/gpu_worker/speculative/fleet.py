@@ -14,7 +14,7 @@ from collections.abc import Callable
 from collections.abc import Sequence as Seq
 
 from services.gpu_worker.batch import Sequence
-from services.gpu_worker.speculative.proposer import NOTHING, Proposal
+from services.gpu_worker.speculative.proposer import NOTHING, Guessed, Proposal
 from shared.block_keys import root_key
 from shared.protocol import SamplingParams
 from shared.suffix_table import COUNT_BITS, LENGTHS, MAX_TOKEN_ID, NUM_LEVELS, START, SuffixTable
@@ -51,6 +51,23 @@ class FleetProposer:
         self._ids: list[int] = []
         self._strengths: list[int] = []
         self._ahead = START  # the place behind them
+
+    def read(self, ids: Seq[int]) -> None:
+        for token_id in ids[-LENGTHS[0] :]:
+            self._place = self._place.given(token_id)
+        self._ids, self._strengths, self._ahead, self._was_asked = [], [], self._place, False
+
+    def follow(self, ids: Seq[int]) -> list[Guessed]:
+        """As long as nothing is known of the tenant that takes next to no time."""
+        guessed: list[Guessed] = []
+        if self._find() is None:
+            self.read(ids)
+            return guessed
+        for token_id in ids:
+            if (guess := self.propose(1)).ids:
+                guessed.append((guess.strengths[0], guess.ids[0] == token_id))
+            self.append(token_id)
+        return guessed
 
     def append(self, token_id: int) -> None:
         if self._ids and self._ids[0] == token_id:

@@ -19,10 +19,11 @@ from services.gpu_worker.batch import Chunk, Drawn, Sequence
 from services.gpu_worker.speculative.acceptance import Acceptance
 from services.gpu_worker.speculative.batch_proposer import BatchProposer
 from services.gpu_worker.speculative.choice import MAX_SHARE, choose_fairly
+from services.gpu_worker.speculative.counts import Counts, saved_s
 from services.gpu_worker.speculative.proposer import NOTHING, Proposal
 from services.gpu_worker.speculative.purse import Purse
 from services.gpu_worker.speculative.row_cost import RowCost
-from services.gpu_worker.speculative.speculator import HELD_TOKENS, WORKER_SHARE_KEPT, Counts, saved_s
+from services.gpu_worker.speculative.speculator import HELD_TOKENS, WORKER_SHARE_KEPT
 from shared.speculative_config import SpeculativeConfig
 
 log = logging.getLogger(__name__)
@@ -197,10 +198,7 @@ class ModelSpeculator:
         counts.saved_s += self._learn_cost(chunks, drawn, seconds)
         for chunk, tokens in zip(chunks, drawn, strict=True):
             if chunk.draft_ids:
-                counts.num_drafts += 1
-                counts.num_draft_tokens += len(chunk.draft_ids)
-                num_accepted = sum(t.token_id == d for t, d in zip(tokens, chunk.draft_ids, strict=False))
-                counts.accepted.update(range(num_accepted))
+                counts.note(chunk.draft_ids, tokens)
             followed = self._followed.get(chunk.seq.sid)
             if followed is not None and followed.seq is chunk.seq:
                 self._learn(followed, drawn=tokens)

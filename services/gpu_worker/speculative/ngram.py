@@ -6,7 +6,9 @@ prompt lookup in vLLM and transformers.
 
 from __future__ import annotations
 
-from services.gpu_worker.speculative.proposer import EXPECTED_STRENGTH, NOTHING, TOKEN_BITS, Proposal, going_on
+from collections.abc import Sequence as Seq
+
+from services.gpu_worker.speculative.proposer import EXPECTED_STRENGTH, NOTHING, TOKEN_BITS, Guessed, Proposal, going_on
 
 
 class NgramProposer:
@@ -18,7 +20,18 @@ class NgramProposer:
         self._source = 0  # what may come next stands there, after `_length` equal tokens
         self._length = 0
 
-    def append(self, token_id: int) -> None:
+    def read(self, ids: Seq[int]) -> None:
+        self.follow(ids)
+
+    def follow(self, ids: Seq[int]) -> list[Guessed]:
+        guessed = []
+        for token_id in ids:
+            if self._length:
+                guessed.append((self._length, self._text[self._source] == token_id))
+            self._append(token_id)
+        return guessed
+
+    def _append(self, token_id: int) -> None:
         text = self._text
         text.append(token_id)
         self._key = (self._key << TOKEN_BITS | token_id) & ((1 << self._longest * TOKEN_BITS) - 1)

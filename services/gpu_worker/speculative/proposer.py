@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -14,6 +15,7 @@ class Proposal:
     strengths: tuple[int, ...] = ()
 
 
+Guessed = tuple[int, bool]  # with which strength, and whether it was right
 NOTHING = Proposal()
 TOKEN_BITS = 32  # of a token id in a key: one whole number takes less memory than several
 EXPECTED_STRENGTH = 8  # of the first token that is said to come
@@ -29,9 +31,15 @@ def going_on(text: list[int], source: int, count: int, length: int, max_length: 
 
 
 class Proposer(Protocol):
-    """One a sequence. `append` every token, prompt first; memory grows with the text by a constant a token."""
+    """One a sequence. Tell it every token, prompt first; memory grows with the text by a constant a token."""
 
-    def append(self, token_id: int) -> None: ...
+    def read(self, ids: Seq[int]) -> None:
+        """The text goes on with these, which are given."""
+        ...
+
+    def follow(self, ids: Seq[int]) -> list[Guessed]:
+        """And with these, which were drawn. What it would have guessed, one token after the other."""
+        ...
 
     def propose(self, most: int) -> Proposal:
         """At most so many drafts of what comes next."""

@@ -1,7 +1,7 @@
 """What guessing may cost: a small share of all time, and what guesses earn back. *Pure.*
 
-Whatever estimates say, drafting costs a worker no more than SHARE of its time and, once, what may be owed. Nothing is
-kept for later: what has been earned would be wasted on tries.
+Whatever estimates say, drafting costs a worker no more than SHARE of its time and, once, what may be owed or was kept.
+Little is kept for later: what has been earned would be wasted on tries.
 """
 
 from __future__ import annotations
@@ -12,14 +12,20 @@ WEIGHT = 0.05  # of the newest step, in how long they take
 
 
 class Purse:
-    def __init__(self) -> None:
+    """kept_steps: whose time it may hold, from the first step on."""
+
+    def __init__(self, kept_steps: float = 0.0) -> None:
+        self._kept_steps = kept_steps
         self.balance_s = 0.0
         self._step_s = 0.0
 
-    def step(self, seconds: float, saved_s: float = 0.0) -> None:
-        """A step has ended that took so long, and so much less than one without drafts would have for its tokens."""
+    def step(self, seconds: float, saved_s: float = 0.0, others_s: float = 0.0) -> None:
+        """A step has ended that took so long, and so much less than one without drafts would have for its tokens.
+        others_s: of those before it that nobody told of."""
+        if not self._step_s:
+            self.balance_s += self._kept_steps * seconds
         self._step_s += (WEIGHT if self._step_s else 1.0) * (seconds - self._step_s)
-        self.balance_s = min(0.0, self.balance_s + SHARE * seconds + saved_s)
+        self.balance_s = min(self._kept_steps * self._step_s, self.balance_s + SHARE * (seconds + others_s) + saved_s)
 
     def pay(self, seconds: float) -> None:
         self.balance_s -= seconds

@@ -1,18 +1,23 @@
 """Drafts by suffix lookup: what followed the longest part of the text's end that stood before. *Pure.*
 
 The match is followed as long as the text goes on as it did there, so that its length says how much may be trusted.
-Where it stops, the last few tokens are looked up, the latest place first; and if they are new, the text may go on one
-token after the place where it differed, as copies with changes do.
+Where it stops, the last few tokens are looked up, the latest place first. What stopped was perhaps a form whose values
+are new each time: so, as long as no longer match is found, the next tokens there are looked through for the latest one.
+And if nothing is found, the text may go on one token after the place where it differed, as copies with changes do.
 """
 
 from __future__ import annotations
 
-from services.gpu_worker.speculative.proposer import EXPECTED_STRENGTH, NOTHING, TOKEN_BITS, Proposal, going_on
+from collections.abc import Sequence as Seq
+
+from services.gpu_worker.speculative.proposer import EXPECTED_STRENGTH, NOTHING, TOKEN_BITS, Guessed, Proposal, going_on
 
 SIZES = (4, 2, 1)  # of what is looked up
 KEY_MASKS = tuple((1 << size * TOKEN_BITS) - 1 for size in SIZES)
 MAX_LENGTH = 64  # of a match, as far as it is counted
 WORTH_RESUMING = 4  # shorter matches are chance
+FORM_TOKENS = 16  # behind the place where a form was left, that are looked through
+SURER_THAN_FORM = 3  # tokens of a match
 
 
 class SuffixProposer:
@@ -22,34 +27,63 @@ class SuffixProposer:
         self._ends: tuple[dict[int, int], ...] = tuple({} for _ in SIZES)
         self._source = -1  # what may come next stands there, after `_length` equal tokens; -1: nowhere
         self._length = 0
+        self._form = -1  # behind the token at which a long match was left
 
-    def append(self, token_id: int) -> None:
-        text, was_right = self._text, False
-        if self._source >= 0:
-            was_right = text[self._source] == token_id
-        text.append(token_id)
-        self._key = (self._key << TOKEN_BITS | token_id) & KEY_MASKS[0]
-        found = self._note()
-        if was_right:
-            self._source, self._length = self._source + 1, min(self._length + 1, MAX_LENGTH)
-        elif found >= 0:
-            self._source, self._length = found, self._common(found)
-        elif self._length >= WORTH_RESUMING:
-            self._source, self._length = self._source + 1, 0
-        else:
-            self._source, self._length = -1, 0
+    def read(self, ids: Seq[int]) -> None:
+        self.follow(ids)
 
-    def _note(self) -> int:
-        """Where the longest of the last tokens ended before; from now on they end here."""
-        text, found = self._text, -1
-        for size, mask, ends in zip(SIZES, KEY_MASKS, self._ends, strict=True):
-            if len(text) < size:
-                continue
-            gram = self._key & mask
+    def follow(self, ids: Seq[int]) -> list[Guessed]:
+        """One loop over local names: it runs for every token of every text."""
+        text, key, source, length = self._text, self._key, self._source, self._length
+        (longest, middle, shortest), (mask, middle_mask, shortest_mask) = self._ends, KEY_MASKS
+        at, guessed = len(text), []
+        for token_id in ids:
+            was_right = False
+            if source >= 0:
+                was_right = text[source] == token_id
+                guessed.append((length, was_right))
+            text.append(token_id)
+            at += 1
+            key = (key << TOKEN_BITS | token_id) & mask
+            middle_key, shortest_key = key & middle_mask, key & shortest_mask
+            if was_right:
+                source += 1
+                if length < MAX_LENGTH:
+                    length += 1
+            else:
+                found = longest.get(key, -1) if at > 3 else -1
+                if found < 0 and at > 1:
+                    found = middle.get(middle_key, -1)
+                source, length = self._moved(found if found >= 0 else shortest.get(shortest_key, -1), source, length)
+            if at > 3:
+                longest[key] = at
+            if at > 1:
+                middle[middle_key] = at
+            shortest[shortest_key] = at
+        self._key, self._source, self._length = key, source, length
+        return guessed
+
+    def _moved(self, found: int, source: int, length: int) -> tuple[int, int]:
+        """Where the text may go on, after a token that was not expected. found: where its last tokens ended before;
+        source, length: of the match that was followed."""
+        common = self._common(found) if found >= 0 else 0
+        if common < SURER_THAN_FORM and (again := self._in_form()) >= 0:
+            return again, self._common(again)
+        if length >= WORTH_RESUMING:
+            self._form = source + 1
             if found < 0:
-                found = ends.get(gram, -1)
-            ends[gram] = len(text)
-        return found
+                return source + 1, 0
+        return found, common
+
+    def _in_form(self) -> int:
+        """Behind the latest token, where the form has it next; -1: nowhere."""
+        text, form = self._text, self._form
+        if form < 0:
+            return -1
+        try:
+            return text.index(text[-1], form, min(form + FORM_TOKENS, len(text) - 1)) + 1
+        except ValueError:
+            return -1
 
     def _common(self, end: int) -> int:
         text, length = self._text, 0

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.gpu_worker.speculative.choice import choose_fairly, choose_lengths
+from services.gpu_worker.speculative.choice import choose_fairly, choose_lengths, may_pay
 
 
 def linear(fixed: float) -> Callable[[int], float]:
@@ -66,3 +66,11 @@ def test_those_without_drafts_wait_for_those_of_others_for_a_bounded_time(
 ) -> None:
     survivals, num_rows = [[0.9] * 8] * 2 + others, 2 + len(others)
     assert choose_fairly(survivals, num_rows, num_rows, num_free, linear(33.0 - num_rows), max_cost) == lengths
+
+
+@given(st.floats(0.0, 20.0), st.integers(1, 8), st.integers(0, 40))
+def test_what_may_pay_is_what_would_if_all_were_right(fixed: float, num_sampled: int, num_free: int) -> None:
+    cost, plain = linear(fixed), num_sampled / (fixed + num_sampled)
+    would = any((num_sampled + n) / cost(num_sampled + n) > plain for n in range(1, num_free + 1))
+    assert may_pay(num_sampled, num_sampled, num_free, cost) == would
+    assert not may_pay(num_sampled, num_sampled, num_free, lambda rows: rows**1.5)

@@ -11,7 +11,7 @@ from services.gpu_worker.speculative.proposer import Proposal
 def after(text: list[int] | bytes, most: int = 4, shortest: int = 2, longest: int = 3) -> Proposal:
     proposer = NgramProposer(shortest, longest)
     for token_id in text:
-        proposer.append(token_id)
+        proposer.follow((token_id,))
     return proposer.propose(most)
 
 
