@@ -179,7 +179,8 @@ class Batcher:
         """Nothing is admitted there until more is free; a lower priority gives way, or another key that has more."""
         if table.num_needed > view.member.num_blocks:
             self._refuse(queued, view.capacity)
-        elif queued.blocks_left:
+            return  # it needs no room, and says nothing of what is free for others
+        if queued.blocks_left:
             view.full_for[queued.key] = table.num_free
         else:
             view.full_at = table.num_free

@@ -371,6 +371,16 @@ def test_a_lower_priority_gives_way() -> None:
     assert [c for c in changes(h.until_quiet()) if isinstance(c, Preempt)] == [Preempt(sid="low.0", epoch=1)]
 
 
+def test_nobody_gives_way_to_what_never_fits() -> None:
+    """It needs more blocks than there are, though its tokens alone would fit: it ends, and what runs goes on."""
+    h = Hand()
+    h.run("low.0", priority=5)
+    h.answer(h.ensure("r.0"), status="full", num_needed=h.view().member.num_blocks + 1, num_free=2)
+    actions = h.until_quiet()
+    assert [a.sid for a in actions if isinstance(a, Finish)] == ["r.0"]
+    assert changes(actions) == [] and h.view().full_at == -1
+
+
 def test_nobody_gives_way_while_an_end_is_being_told() -> None:
     h = Hand()
     h.run("low.0", priority=5)
