@@ -6,7 +6,7 @@ import asyncio
 import json
 import math
 from collections import OrderedDict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from weakref import WeakValueDictionary
 
 from services.gateway.child_pool import ChildPool
@@ -52,16 +52,23 @@ class GrammarPool:
 
         owner: whose it is. What others ask for changes neither what is said nor, while a process is free, how soon."""
         if len(wanted.grammar) > MAX_GRAMMAR_CHARS:
-            raise BadRequest(f"{wanted.param} is too long", param=wanted.param, code="unsupported_grammar")
+            found = _Found("is too long", "unsupported_grammar")
+        else:
+            found = await self._found(owner, wanted)
+        if found.code and wanted.instead:
+            return await self.compiled(replace(wanted, grammar=wanted.instead, instead=""), owner)
+        if found.code:
+            raise BadRequest(f"{wanted.param} {found.text}", param=wanted.param, code=found.code)
+        return found.text
+
+    async def _found(self, owner: str, wanted: Wanted) -> _Found:
         found = self._remembered(owner, wanted)
         if found is None:  # a caller that leaves does not end its turn before the process has ended its work
             task = asyncio.ensure_future(self._in_turn(owner, wanted))
             self._tasks.add(task)
             task.add_done_callback(self._ended)
             found = await asyncio.shield(task)
-        if found.code:
-            raise BadRequest(f"{wanted.param} {found.text}", param=wanted.param, code=found.code)
-        return found.text
+        return found
 
     def _ended(self, task: asyncio.Task[_Found]) -> None:
         self._tasks.discard(task)

@@ -22,6 +22,7 @@ LIMITS = LLParserLimits(max_lexer_states=30_000, max_grammar_size=200_000, verbo
 # what the library says before the reason, and after it where it quotes the grammar
 _PLACE = re.compile(r"^at \d+\(\d+\): (failed to compile JSON schema: )?")
 _ENDS_REASON = re.compile(r"\n|; following special tokens|; generated from")
+_ELSEWHERE = re.compile(r"^Resource '(.*)' is not present in a registry")
 _IN_REGEX = re.compile(r"^error: (.*)$", re.MULTILINE)
 
 
@@ -78,6 +79,8 @@ def _any_before(mask: bytes, end: int) -> bool:
 def _reason(error: str) -> str:
     in_regex = _IN_REGEX.search(error) if "regex parse error" in error else None
     text = in_regex[1] if in_regex else _ENDS_REASON.split(_PLACE.sub("", error), maxsplit=1)[0]
+    if elsewhere := _ELSEWHERE.match(text):
+        text = f"$ref to another document is not supported: {elsewhere[1]}"
     return "".join(c if c.isprintable() else "?" for c in text)[:MAX_REASON_CHARS]
 
 

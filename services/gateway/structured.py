@@ -1,13 +1,12 @@
 """From `response_format` and `structured_outputs` to a grammar. *Pure.*
 
-JSON Schema is checked here, keyword by keyword: one that cannot be kept is refused by name, never ignored. Whether a
-grammar compiles, and in time, is found out elsewhere (`grammar_pool.py`).
+What JSON Schema may say is in `json_schema.py`: a keyword that cannot be kept is refused by name, never ignored.
+Whether a grammar compiles, and in time, is found out elsewhere (`grammar_pool.py`).
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,52 +14,28 @@ import llguidance
 
 from services.gateway import json_reader
 from services.gateway.errors import BadRequest
-from services.gateway.json_reader import shown
+from services.gateway.json_schema import plain
 from services.gateway.openai_parts import ResponseFormat, StructuredOutputs
 from services.gateway.openai_schema import GenerationRequest
-
-Schema = dict[str, Any] | bool
+from services.gateway.schema_negation import Schema
 
 MAX_SCHEMA_CHARS = 1 << 16
 # A line break and indentation, or one space, at each place: what no model can go on with for ever.
 WHITESPACE = r"[ ]|\n[ \t]{0,64}"
 HEADER = '%llguidance {"no_forcing": true}\n'  # a forced text may be cut into tokens in any way
 
-_SCHEMAS_BY_NAME = ("properties", "patternProperties", "$defs", "definitions")
-_LISTS_OF_SCHEMAS = ("anyOf", "oneOf", "allOf", "prefixItems")
-_SCHEMAS = ("items", "additionalProperties")
-_COUNTS = ("minItems", "maxItems", "minProperties", "maxProperties", "minLength", "maxLength")
-_ASSERTIONS = frozenset((
-    "type", "enum", "const", "required", "minItems", "maxItems", "minProperties", "maxProperties", "minLength",
-    "maxLength", "pattern", "format", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf",
-    "$ref",
-))  # fmt: skip
-_ANNOTATIONS = frozenset((
-    "title", "description", "default", "examples", "example", "deprecated", "readOnly", "writeOnly", "$comment",
-    "$schema", "$id", "discriminator", "contentMediaType", "contentEncoding",
-))  # fmt: skip
-# What the library's forms of formats leave open: a 29th of February is in leap years, second 60 at few moments, parts
-# of a mail's address are bounded, and no label of a host has -- at its third place, where codes of other letters do.
-_LEAP_YEAR = "(?:[0-9]{2}(?:0[48]|[2468][048]|[13579][26])|(?:[02468][048]|[13579][26])00)"
-_DATE = f"^(?:[0-9]{{4}}-(?:0[13-9]|1[0-2])|[0-9]{{4}}-02-(?:[01][0-9]|2[0-8])|{_LEAP_YEAR}-02-29)"
-_LABEL = "(?:[^.]{1,2}|[^.]{2}(?:[^.-][^.]{0,60}|-[^.-][^.]{0,59}))"
-_TIME = "[0-9]{2}:[0-9]{2}:[0-5]"
-_NARROWER = {
-    "date": _DATE, "time": f"^{_TIME}", "date-time": f"{_DATE}[^:]*[Tt]{_TIME}",
-    "email": rf"^[^@]{{1,64}}@(?:\[.*\]|{_LABEL}(?:\.{_LABEL})*)$", "hostname": rf"^{_LABEL}(?:\.{_LABEL})*$",
-}  # fmt: skip
-FORMATS = ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri")
-
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
     """What an answer must be, in llguidance's Lark; is_json: it is one JSON text. param: the field that asks for it.
-    is_gbnf: the grammar is llama.cpp's form of one instead, and still has to be translated."""
+    is_gbnf: the grammar is llama.cpp's form of one instead, and still has to be translated. instead: where it cannot be
+    compiled this is meant, if anything."""
 
     grammar: str
     is_json: bool
     param: str
     is_gbnf: bool = False
+    instead: str = ""
 
 
 def wanted(request: GenerationRequest) -> Wanted | None:
@@ -138,56 +113,11 @@ def json_wanted(schema: Schema, param: str, *, compact: bool = False) -> Wanted:
 
 def json_rule(schema: Schema, param: str, *, compact: bool = False) -> str:
     """A JSON text by this schema, as a term of a Lark rule; BadRequest names the keyword that cannot be kept."""
-    for path, reason in _problems(schema, param):
-        raise BadRequest(f"{path} {reason}", param=path, code="unsupported_schema")
-    if schema is False:
+    held = plain(schema, param)
+    if held is False:
         raise BadRequest(f"{param} allows nothing", param=param)
     spaces = {"whitespace_flexible": False} if compact else {"whitespace_pattern": WHITESPACE}
-    text = json.dumps(({} if schema is True else _narrowed(schema)) | {"x-guidance": spaces}, ensure_ascii=False)
+    text = json.dumps(({} if held is True else held) | {"x-guidance": spaces}, ensure_ascii=False)
     if len(text) > MAX_SCHEMA_CHARS:
         raise BadRequest(f"{param} is longer than {MAX_SCHEMA_CHARS} characters", param=param)
     return f"%json {text}"
-
-
-def _narrowed(schema: Any) -> Any:
-    """With formats as validators have them, and counts as integers: JSON has one kind of number."""
-    if not isinstance(schema, dict):
-        return schema
-    made = dict(schema)
-    for keyword, value in schema.items():
-        if keyword in _SCHEMAS_BY_NAME and isinstance(value, dict):
-            made[keyword] = {name: _narrowed(sub) for name, sub in value.items()}
-        elif keyword in _LISTS_OF_SCHEMAS and isinstance(value, list):
-            made[keyword] = [_narrowed(sub) for sub in value]
-        elif keyword in _SCHEMAS:
-            made[keyword] = _narrowed(value)
-        elif keyword in _COUNTS and isinstance(value, float) and value.is_integer():
-            made[keyword] = int(value)
-    if pattern := _NARROWER.get(schema.get("format", "")):
-        made["allOf"] = [*made.get("allOf", ()), {"pattern": pattern}]
-    return made
-
-
-def _problems(schema: Any, path: str) -> Iterator[tuple[str, str]]:
-    if isinstance(schema, bool):
-        return
-    if not isinstance(schema, dict):
-        yield path, "must be a JSON schema"
-        return
-    for keyword, value in schema.items():
-        at = f"{path}.{shown(keyword)}"
-        if keyword in _SCHEMAS_BY_NAME and isinstance(value, dict):
-            for name, sub in value.items():
-                yield from _problems(sub, f"{at}.{shown(name)}")
-        elif keyword in _LISTS_OF_SCHEMAS and isinstance(value, list):
-            for i, sub in enumerate(value):
-                yield from _problems(sub, f"{at}[{i}]")
-        elif keyword in _SCHEMAS:
-            yield from _problems(value, at)
-        elif keyword == "format":
-            if value not in FORMATS:
-                yield at, f"is not supported, only {', '.join(FORMATS)}"
-        elif keyword == "uniqueItems" and value is False:
-            continue
-        elif keyword not in _ASSERTIONS | _ANNOTATIONS:
-            yield at, "is not supported"

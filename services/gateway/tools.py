@@ -50,15 +50,20 @@ def tool_use(request: ChatCompletionRequest, asked: Wanted | None, dialect: Dial
     if asked is not None and not row.call_before and not row.before.startswith(row.begins or "\0"):
         # an answer and a call would begin alike, and the grammar's lexer does not go back
         raise BadRequest(f"tools together with {asked.param} are not supported by this model", param="tools")
-    terms = {
-        tool.function.name: _arguments(tool, f"tools[{i}].function.parameters")
-        for i, tool in enumerate(tools)
-        if not named or tool.function.name == named
-    }
+    callable_ = {i: tool for i, tool in enumerate(tools) if not named or tool.function.name == named}
     otherwise = "" if must_call else _ANY_TEXT if asked is None else _term(asked)
-    grammar = HEADER + tool_formats.call_grammar(row, terms, dialect.special_ids, several=several, otherwise=otherwise)
+
+    def grammar(*, loosely: bool) -> str:
+        terms = {
+            tool.function.name: _arguments(tool, f"tools[{i}].function.parameters", loosely=loosely)
+            for i, tool in callable_.items()
+        }
+        return HEADER + tool_formats.call_grammar(row, terms, dialect.special_ids, several=several, otherwise=otherwise)
+
     param = "tool_choice" if must_call else "tools"
-    return ToolUse(row, tuple(names), max_calls, specs, Wanted(grammar, otherwise != _ANY_TEXT, param))
+    held, loose = grammar(loosely=False), grammar(loosely=True)
+    wanted = Wanted(held, otherwise != _ANY_TEXT, param, instead=loose if loose != held else "")
+    return ToolUse(row, tuple(names), max_calls, specs, wanted)
 
 
 def spec_of(tool: Tool) -> dict[str, Any]:
@@ -82,8 +87,10 @@ def _choice(given: Any, names: list[str]) -> tuple[str, str]:
     return "named", str(function["name"])
 
 
-def _arguments(tool: Tool, param: str) -> str:
-    """What is strict is kept, or refused by name; else what can be kept is."""
+def _arguments(tool: Tool, param: str, *, loosely: bool) -> str:
+    """What is strict is kept, or refused by name; else what can be kept is: loosely where it does not compile."""
+    if loosely and not tool.function.strict:
+        return structured.json_rule({"type": "object"}, param)
     schema = NO_PARAMETERS if tool.function.parameters is None else tool.function.parameters
     try:
         return structured.json_rule(schema, param)

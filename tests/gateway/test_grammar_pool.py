@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -66,6 +67,16 @@ async def test_both_forms_of_grammar(pool: GrammarPool) -> None:
 async def test_what_does_not_compile_is_said(pool: GrammarPool, fields: Any, said: str) -> None:
     error = await refused(pool, outputs(**fields))
     assert error.code == "unsupported_grammar" and said in error.message and len(error.message) < 300
+
+
+async def test_what_may_be_meant_instead_is_taken_where_it_does_not_compile(pool: GrammarPool) -> None:
+    def either(regex: str, instead: str) -> Wanted:
+        first, second = outputs(regex="x"), outputs(regex=instead)
+        return replace(first, grammar=f"{structured.HEADER}start: /{regex}/", instead=second.grammar)
+
+    assert "b+" in await pool.compiled(either("(?=a)", "b+")) and "a+" in await pool.compiled(either("a+", "b+"))
+    assert "b+" in await pool.compiled(either("a" * MAX_GRAMMAR_CHARS, "b+"))
+    assert "look" in (await refused(pool, either("(?=a)", "(?=b)"))).message
 
 
 async def test_what_cannot_be_taken_back_is_refused(pool: GrammarPool) -> None:

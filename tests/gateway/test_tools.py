@@ -144,7 +144,7 @@ def test_without_tools_or_with_none_of_them_nothing_is_looked_for() -> None:
         ({"tools": [tool("now"), tool("now")]}, "tools[1].function.name"),
         ({"tools": [tool("not a name")]}, "tools[0].function.name"),
         ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
-        ({"tools": [tool("f", {"not": {}}, strict=True)]}, "tools[0].function.parameters.not"),
+        ({"tools": [tool("f", {"contains": {}}, strict=True)]}, "tools[0].function.parameters.contains"),
         ({"tool_choice": "required", "response_format": {"type": "json_object"}}, "tool_choice"),
         ({"structured_outputs": {"regex": "a"}}, "tools"),
         ({"functions": [{"name": "f"}]}, "functions"),
@@ -156,4 +156,9 @@ def test_what_cannot_be_asked(fields: dict[str, Any], param: str) -> None:
 
 
 def test_parameters_that_cannot_be_kept_are_any_where_nobody_insists() -> None:
-    assert form(tools=[tool("f", {"not": {}})], tool_choice="required").wanted is not None
+    wanted = form(tools=[tool("f", {"contains": {}})], tool_choice="required").wanted
+    assert wanted is not None and not wanted.instead
+    wanted = form(tools=[tool("f", {"pattern": "(?=x)"})], tool_choice="required").wanted
+    assert wanted is not None and "(?=x)" in wanted.grammar and "(?=x)" not in wanted.instead
+    strict = form(tools=[tool("f", {"pattern": "(?=x)"}, strict=True)], tool_choice="required").wanted
+    assert strict is not None and not strict.instead

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from services.gateway import structured
+from services.gateway import schema_formats, structured
 from services.gateway.errors import BadRequest
 from services.gateway.grammar_process import open_
 from shared import scripted_vocab as vocab
@@ -40,7 +40,7 @@ LEAVES: list[Any] = [
     {"type": "string", "minLength": 2, "maxLength": 4},
     {"type": "string", "pattern": "^[a-z]{2,5}$"}, {"type": "string", "pattern": "^(foo|ba[rz])-[0-9]+$"},
     {"type": "string", "pattern": "b+c"}, {"type": "string", "pattern": "^\\d{3}$"},
-    *({"type": "string", "format": name} for name in structured.FORMATS),
+    *({"type": "string", "format": name} for name in schema_formats.FORMATS),
     {"type": "array", "items": {"type": "integer"}}, {"type": "array", "items": {"type": "boolean"}, "minItems": 2},
     {"type": "array", "items": {"enum": ["x", "y"]}, "maxItems": 2}, {"type": "array", "maxItems": 0},
     {"type": "array", "items": {"type": "null"}, "minItems": 1, "maxItems": 3},
@@ -63,6 +63,63 @@ LEAVES: list[Any] = [
     {"type": "object", "properties": {"next": {"anyOf": [{"$ref": "#"}, {"type": "null"}]}}, "required": ["next"],
      "additionalProperties": False},
     {"$ref": "#/$defs/tree", "$defs": {"tree": {"type": "array", "items": {"$ref": "#/$defs/tree"}, "maxItems": 2}}},
+]  # fmt: skip
+
+
+# What is told in other keywords before it is compiled: a schema, what it allows, and what it forbids.
+RETOLD: list[tuple[Any, list[Any], list[Any]]] = [
+    ({"type": "integer", "uniqueItems": False, "x-order": 1, "_note": 2, "id": "i", "$anchor": "a"}, [3], ["3"]),
+    ({"$schema": "https://example.com/my-dialect", "type": "null"}, [None], [1]),
+    ({"$schema": "http://json-schema.org/draft-07/schema#", "type": "null"}, [None], [1]),
+    ({"$schema": "http://json-schema.org/draft-07/schema#", "items": [{"type": "integer"}, {"type": "null"}],
+      "additionalItems": False}, [[1, None], [1]], [[1, 2], [1, None, 3]]),
+    ({"items": {"type": "integer"}, "additionalItems": False}, [[1, 2]], [["a"]]),
+    ({"type": "array", "items": {"type": "null"}, "maxItems": 1, "uniqueItems": True}, [[], [None]], [[None, None]]),
+    ({"contains": {"type": "null"}, "minContains": 0}, [[1], 2], []),
+    ({"type": "null", "minContains": 2, "maxContains": 1, "then": False, "else": False}, [None], [1]),
+    ({"type": "object", "dependentRequired": {"a": ["b"], "c": []}}, [{}, {"b": 1}, {"c": 1}, {"b": 2, "a": 1}],
+     [{"a": 1}]),
+    ({"dependencies": {"a": ["b"], "b": {"properties": {"b": {"type": "null"}}}, "c": True}},
+     [{}, {"b": None}, {"b": None, "a": 1}, 3], [{"a": 1}, {"b": 1}]),
+    ({"dependentSchemas": {"a": {"maxProperties": 1}}}, [{"a": 1}, {"b": 1, "c": 1}], [{"a": 1, "b": 1}]),
+    ({"propertyNames": {"enum": ["a", "b"]}, "additionalProperties": {"type": "integer"}}, [{}, {"a": 1}, 3],
+     [{"c": 1}, {"a": "1"}]),
+    ({"type": "object", "propertyNames": {"$ref": "#/$defs/n"}, "$defs": {"n": {"title": "N", "const": "a.b"}}},
+     [{"a.b": 1}], [{"a-b": 1}]),
+    ({"type": "object", "properties": {"ab": {"type": "null"}, "c": {}},
+      "propertyNames": {"minLength": 2, "maxLength": 3}}, [{"ab": None}, {"xyz": 1}], [{"c": 1}, {"abcd": 1}]),
+    ({"type": "object", "propertyNames": {"pattern": "^x"}}, [{"xy": 1}], [{"yx": 1}]),
+    ({"propertyNames": False}, [{}, 1], [{"a": 1}]),
+    ({"type": "object", "properties": {"a": {}}, "unevaluatedProperties": False}, [{"a": 1}], [{"b": 1}]),
+    ({"type": "object", "additionalProperties": True, "unevaluatedProperties": False}, [{"a": 1}], [1]),
+    ({"type": "array", "prefixItems": [{}], "unevaluatedItems": False}, [[1]], [[1, 2]]),
+    ({"not": {"type": ["object", "array"]}}, [1, "a", None, True], [{}, []]),
+    ({"type": "object", "not": {"required": ["a", "b"]}}, [{"a": 1}, {"b": 1}], [{"a": 1, "b": 1}]),
+    ({"type": "string", "not": {"enum": ["a", "ab", "é\n", 3]}}, ["", "b", "abc", "aé", "é"], ["a", "ab", "é\n"]),
+    ({"not": {"enum": [1, 2.5, True, None, ""]}}, [0, 2, 3, False, "x", []], [1, 2.5, True, None, ""]),
+    ({"not": {"const": 3}, "type": "integer"}, [2, 4, -3], [3]),
+    ({"not": {"minimum": 3}}, [2.5], [3, "a"]), ({"type": "number", "not": {"exclusiveMaximum": 3}}, [3, 4], [2]),
+    ({"type": "string", "not": {"maxLength": 2}}, ["abc"], ["ab"]),
+    ({"type": "array", "not": {"minItems": 1}}, [[]], [[1]]),
+    ({"not": {"anyOf": [{"type": ["string", "null"]}, {"maximum": 3}]}}, [4], ["", None, 3, True]),
+    ({"not": {"allOf": [{"type": "string"}, {"maxLength": 2}]}}, ["abc", 1], ["ab"]),
+    ({"not": {"not": {"type": "null"}}}, [None], [1]),
+    ({"not": {"properties": {"a": {"const": 1}}, "required": ["a"]}, "type": "object"}, [{}, {"a": 2}], [{"a": 1}]),
+    ({"type": "object", "properties": {"k": {"enum": ["a", "b"]}, "x": {}, "y": {}}, "required": ["k"],
+      "if": {"properties": {"k": {"const": "a"}}}, "then": {"required": ["x"]}, "else": {"required": ["y"]}},
+     [{"k": "a", "x": 1}, {"k": "b", "y": 1}], [{"k": "a"}, {"k": "b", "x": 1}, {"k": "a", "y": 1}]),
+    ({"if": {"type": "string"}, "then": {"maxLength": 1}}, ["a", 12], ["ab"]),
+    ({"if": {"pattern": "^a"}, "else": {"type": "null"}}, ["ab", None, 1], ["b"]),
+    ({"if": True, "then": {"type": "null"}}, [None], [1]), ({"if": {"pattern": "a"}}, ["b"], []),
+    ({"type": "object", "properties": {"a": {}, "b": {}}, "oneOf": [{"required": ["a"]}, {"required": ["b"]}]},
+     [{"a": 1}, {"b": 1}], [{}, {"a": 1, "b": 1}]),
+    ({"oneOf": [{"$ref": "#/$defs/a"}, {"$ref": "#/$defs/b"}], "$defs": {
+        name: {"type": "object", "properties": {"kind": {"const": name}, name: {"type": "integer"}},
+               "required": ["kind", name], "additionalProperties": False} for name in "ab"}},
+     [{"kind": "a", "a": 1}, {"kind": "b", "b": 1}], [{"kind": "a", "b": 1}]),
+    ({"oneOf": [{"enum": [1, 2]}, {"enum": [3]}]}, [1, 3], [4]),
+    ({"oneOf": [{"maximum": 3}, {"minimum": 2}]}, [1, 5], [2, 3, "a"]),
+    ({"type": "string", "format": "password"}, ["x"], [1]),
 ]  # fmt: skip
 
 

@@ -10,14 +10,14 @@ from typing import Any
 import jsonschema_rs
 import pytest
 
-from services.gateway.structured import FORMATS
+from services.gateway.schema_formats import FORMATS
 from services.gpu_worker.grammar import Grammars
 from shared.model_source import ModelSource
 from shared.protocol import Constraint
 from shared.scripted_vocab import EOS
 from shared.vocabulary import read_vocabulary
 from tests.gpu_worker.any_engine import load_native
-from tests.gpu_worker.schemas import NUM_SCHEMAS, SUITE, constraint_of, keywords_of, own_schemas, suite_cases
+from tests.gpu_worker.schemas import NUM_SCHEMAS, RETOLD, SUITE, constraint_of, keywords_of, own_schemas, suite_cases
 from tests.gpu_worker.test_default_model import model_path
 from tests.gpu_worker.test_default_model_grammar import EOS as MODEL_EOS
 from tests.gpu_worker.test_default_model_grammar import PROMPT
@@ -84,6 +84,19 @@ def complete(constraint: Constraint, text: str) -> bool:
             return False
         state.accept(byte)
     return EOS in ids(state.mask())
+
+
+@pytest.mark.parametrize(("schema", "allowed", "forbidden"), RETOLD, ids=lambda value: json.dumps(value)[:60])
+def test_what_is_told_in_other_keywords_means_the_same(schema: Any, allowed: list[Any], forbidden: list[Any]) -> None:
+    judge = jsonschema_rs.validator_for({k: v for k, v in schema.items() if "dialect" not in str(v)})
+    assert all(map(judge.is_valid, allowed)) and not any(map(judge.is_valid, forbidden))
+    constraint = constraint_of(schema)
+    assert constraint is not None
+    written = [(value, complete(constraint, json.dumps(value, ensure_ascii=False))) for value in allowed + forbidden]
+    assert written == [(value, i < len(allowed)) for i, value in enumerate(allowed + forbidden)]
+    for seed in range(5):
+        text = drawn(constraint, seed)
+        assert text is None or judge.is_valid(json.loads(text)), text
 
 
 @pytest.mark.slow
@@ -153,6 +166,7 @@ def test_what_a_schema_forbids_cannot_be_written() -> None:
         ({"type": "string", "maxLength": 2.0}, "abc"),
         ({"type": "array", "items": {"type": "integer"}}, ["x"]), ({"type": "object", "required": ["a"]}, {}),
         ({"type": "string", "format": "date"}, "2024-13-01"), ({"multipleOf": 5, "type": "integer"}, 7),
+        ({"type": "integer", "format": "int32"}, 1 << 31), ({"type": "integer", "format": "int64"}, 1 << 63),
         ({"type": "object", "additionalProperties": False}, {"a": 1}), ({"type": "array", "minItems": 1}, []),
     ):  # fmt: skip
         constraint = constraint_of(schema)
