@@ -196,13 +196,14 @@ class Report(Message):
     tokens_per_second: float = 0.0  # decode speed lately, of the whole batch
     prefill_tokens_per_second: float = 0.0  # at most, as its steps have shown; 0: not known
     hang_s: float = 0.0  # a step that takes longer never ends; 0: not known
+    taken_from: int = -1  # the number, in the worker's life, of the first of `taken`; -1: not said
 
     def to_wire(self) -> Any:
         return (
             self.worker, self.term, self.pool_term, [r.to_wire() for r in self.running], self.spare_block_ids,
             [t.to_wire() for t in self.taken], [s.to_wire() for s in self.seals], [e.to_wire() for e in self.ended],
             self.num_steps, float(self.tokens_per_second), float(self.prefill_tokens_per_second),
-            float(self.hang_s),
+            float(self.hang_s), self.taken_from,
         )  # fmt: skip
 
     @classmethod
@@ -211,12 +212,13 @@ class Report(Message):
             fields, str, int, int, list, list, list, list, list, int, float
         )
         prefill_speed, hang_s = (f if type(f) is float else 0.0 for f in (*fields[10:12], 0.0, 0.0)[:2])
+        taken_from = fields[12] if len(fields) > 12 and type(fields[12]) is int else -1
         return cls.unchecked(
             worker=worker, term=term, pool_term=pool_term,
             running=tuple(RunningSequence.from_wire(r) for r in running), spare_block_ids=ints(spare),
             taken=tuple(Taken.from_wire(t) for t in taken), seals=tuple(Seal.from_wire(s) for s in seals),
             ended=tuple(Ended.from_wire(e) for e in ended), num_steps=num_steps, tokens_per_second=speed,
-            prefill_tokens_per_second=prefill_speed, hang_s=hang_s,
+            prefill_tokens_per_second=prefill_speed, hang_s=hang_s, taken_from=taken_from,
         )  # fmt: skip
 
 
@@ -232,3 +234,4 @@ class RunningState(Message):
     spare_block_ids: tuple[int, ...]
     seals: tuple[Seal, ...] = ()
     ask: int = 0
+    num_taken: int = -1  # in the worker's life, all of which this says; -1: not said

@@ -24,6 +24,7 @@ class Carried:
     seals: tuple[Seal, ...]
     ended: tuple[Ended, ...]
     version: int
+    taken_from: int = -1  # number of the first of taken; -1: not said
 
 
 NOTHING = Carried((), (), (), -1)
@@ -32,6 +33,7 @@ NOTHING = Carried((), (), (), -1)
 class Outbox:
     def __init__(self) -> None:
         self._taken: list[Taken] = []
+        self.num_told = 0  # of what was taken, before `_taken`
         self._seals: list[Seal] = []
         self._ended: list[Ended] = []
         self._version = 0  # rises with every change that must be told at once
@@ -60,7 +62,7 @@ class Outbox:
 
     def superseded(self, seals: list[Seal]) -> None:
         """A full running state goes out, which says all but these seals."""
-        self._taken.clear()
+        self._told_taken(len(self._taken))
         self._seals = seals
 
     def carry(self, unsettled: Collection[Place]) -> Carried:
@@ -69,20 +71,24 @@ class Outbox:
         waiting = {(s.sid, s.epoch) for s in rest} | set(unsettled)
         ended = tuple(e for e in self._ended if (e.sid, e.epoch) not in waiting)
         version = self._version if not rest and len(ended) == len(self._ended) else self._told
-        return Carried(tuple(self._taken), tuple(seals), ended, version)
+        return Carried(tuple(self._taken), tuple(seals), ended, version, self.num_told)
 
     def acknowledged(self, carried: Carried) -> None:
         """Nothing may have been superseded or cleared since `carry`."""
         if carried is NOTHING:
             return
-        del self._taken[: len(carried.taken)]
+        self._told_taken(len(carried.taken))
         del self._seals[: len(carried.seals)]
         told = set(map(id, carried.ended))
         self._ended = [e for e in self._ended if id(e) not in told]
         self._told = carried.version
 
+    def _told_taken(self, count: int) -> None:
+        del self._taken[:count]
+        self.num_told += count
+
     def clear(self) -> None:
-        self._taken.clear()
+        self._told_taken(len(self._taken))
         self._seals.clear()
         self._ended.clear()
         self._told = self._version

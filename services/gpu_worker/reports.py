@@ -29,6 +29,7 @@ def report(
         spare_block_ids=tuple(sorted(running.blocks.spares)), taken=carried.taken, seals=carried.seals,
         ended=carried.ended, num_steps=num_steps, tokens_per_second=cost.tokens_per_second,
         prefill_tokens_per_second=cost.prefill_tokens_per_second, hang_s=hang_s,
+        taken_from=carried.taken_from,
     )  # fmt: skip
 
 
@@ -44,7 +45,7 @@ def running_state(running: RunningSet, worker: str, question: TakeOver) -> Runni
     )
     return RunningState(
         worker=worker, term=question.term, pool_term=running.pool_term, running=rows, seals=tuple(fitting),
-        spare_block_ids=tuple(sorted(running.blocks.spares)), ask=question.ask,
+        spare_block_ids=tuple(sorted(running.blocks.spares)), ask=question.ask, num_taken=running.outbox.num_told,
     )  # fmt: skip
 
 

@@ -16,7 +16,7 @@ from services.scheduler.outbound import Outbound
 from services.scheduler.sequence import Running
 from services.scheduler.worker_view import ASK_AGAIN_S, Phase, WorkerView
 from shared.store_calls import Reconcile, Reconciled, Update, Updated
-from shared.worker_protocol import Remap, Report, RunningSequence, RunningState, Seal, TakeOver
+from shared.worker_protocol import Remap, Report, RunningSequence, RunningState, Seal, Taken, TakeOver
 
 MAX_ASK_AGAIN_S = 4.0
 RUNS_NO_MORE = ("refused", "preempted")  # ended at the worker, not for the client: it is queued again
@@ -70,7 +70,7 @@ class Takeover:
         known = view.running
         view.running = {r.sid: _running(r, known.get(r.sid)) for r in state.running}
         _count_seals(view, state.seals)
-        view.spares = set(state.spare_block_ids)
+        view.spares, view.num_taken = set(state.spare_block_ids), state.num_taken
         view.phase, view.asked_at, view.heard_at = Phase.RECONCILING, now, now
         shown = frozenset((r.sid, r.epoch) for r in state.running)
         self._out.act(CheckPlaced(view.worker, shown))
@@ -117,11 +117,12 @@ class Takeover:
                 self._out.act(Requeue(e.sid, e.epoch))
             elif e.reason == "error":
                 self._out.act(KeepDead(e.sid))
-        if report.taken or report.seals or released:
-            call = self._out.update(view, now, taken=report.taken, seals=report.seals, released=tuple(released))
+        taken, is_whole = _news(view, report)
+        if taken or report.seals or released:
+            call = self._out.update(view, now, taken=taken, seals=report.seals, released=tuple(released))
             if released and call is not None:
                 view.ending_calls.add(call)
-        if view.phase is Phase.READY and any(e.reason == "refused" for e in report.ended):
+        if not is_whole or (view.phase is Phase.READY and any(e.reason == "refused" for e in report.ended)):
             self.restart(view)  # worker and store disagree on who holds what: the same would be refused again
         return view
 
@@ -147,6 +148,18 @@ class Takeover:
                 continue  # released meanwhile, and the old block with it
             self._out.plan(view, Remap(sid=sid, epoch=epoch, pool_term=view.pool_term, index=index, block_id=new))
             self._out.update(view, now, dropped=((sid, epoch, old),))
+
+
+def _news(view: WorkerView, report: Report) -> tuple[tuple[Taken, ...], bool]:
+    """What was not known to be taken; and whether nothing between it and what was known has been lost.
+
+    A worker repeats what it was not told to have said. A block may have been given back by then, and lent again: taken
+    for news, the repeat would take it from the worker."""
+    first, known = report.taken_from, view.num_taken
+    if first < 0 or known < 0:
+        return report.taken, True
+    view.num_taken = max(known, first + len(report.taken))
+    return report.taken[max(0, known - first) :], first <= known
 
 
 def _count_seals(view: WorkerView, seals: tuple[Seal, ...]) -> None:

@@ -55,6 +55,7 @@ class WorkerView:
     full_at: int = -1  # num_free at which the last sequence did not fit; -1: it is not known to be full
     full_for: dict[str, int] = field(default_factory=dict)  # the same for keys that have to leave room to others
     granting: bool = False
+    num_taken: int = -1  # spares that the worker has taken in its life, as far as it has told; -1: it does not say
     taken_call: int = -1  # the newest call by which the store has learnt of taken spares
     ending_calls: set[int] = field(default_factory=set)  # calls under way that tell the store of ended sequences
     starved_since: float = math.inf

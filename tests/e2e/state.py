@@ -73,12 +73,16 @@ class State:
         return [s for s in self.sequences() if s.state == "placed"]
 
     def log(self, sid: str) -> list[int]:
-        """The committed tokens; AssertionError where a chunk does not begin where the one before it ended."""
+        """The committed tokens; AssertionError where a chunk does not begin where the one before it ended. What is
+        said of the prompt's tokens comes before the answer's, under numbers below 0."""
         ids: list[int] = []
-        for data in self.redis.lrange(self.key(f"s:{sid}:log"), 0, -1):
-            chunk = decode_as(TokenChunk, data)
-            assert chunk.first == len(ids), f"{sid}: a chunk at {chunk.first} after {len(ids)} tokens"
-            ids += chunk.ids
+        chunks = [decode_as(TokenChunk, data) for data in self.redis.lrange(self.key(f"s:{sid}:log"), 0, -1)]
+        position = min(0, chunks[0].first) if chunks else 0
+        for chunk in chunks:
+            assert chunk.first == position, f"{sid}: a chunk at {chunk.first}, where {position} was to come"
+            position += len(chunk.ids)
+            if chunk.first >= 0:
+                ids += chunk.ids
         return ids
 
     def num_queued(self) -> int:

@@ -23,6 +23,18 @@ def test_what_was_carried_stays_until_it_is_acknowledged() -> None:
     assert not outbox
 
 
+def test_what_was_taken_is_numbered_as_long_as_the_worker_lives() -> None:
+    outbox = Outbox()
+    for number in range(3):
+        outbox.took(Taken(sid="r.0", epoch=1, index=number, block_id=number))
+        assert outbox.carry(()).taken_from == 0, "until it is acknowledged"
+    outbox.acknowledged(outbox.carry(()))
+    outbox.took(Taken(sid="r.0", epoch=1, index=3, block_id=3))
+    assert (outbox.carry(()).taken_from, outbox.num_told) == (3, 3)
+    outbox.superseded([])
+    assert (outbox.carry(()).taken_from, outbox.num_told) == (4, 4)
+
+
 def test_an_end_waits_until_its_last_token_is_in_the_log() -> None:
     outbox = Outbox()
     outbox.ended("r.0", 1, "stop")

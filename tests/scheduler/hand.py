@@ -87,12 +87,12 @@ class Hand:
     def report(
         self, *rows: RunningSequence, worker: str = "w", ended: tuple[tuple[str, int, str], ...] = (),
         seals: tuple[Seal, ...] = (), taken: tuple[Taken, ...] = (), term: int | None = None, speed: float = 0.0,
-        prefill_speed: float = 0.0,
+        prefill_speed: float = 0.0, taken_from: int = -1,
     ) -> None:  # fmt: skip
         report = Report(
             worker=worker, term=self.view(worker).term if term is None else term, pool_term=5, running=rows,
             seals=seals, taken=taken, ended=tuple(Ended(sid=s, epoch=e, reason=r) for s, e, r in ended),
-            tokens_per_second=speed, prefill_tokens_per_second=prefill_speed,
+            tokens_per_second=speed, prefill_tokens_per_second=prefill_speed, taken_from=taken_from,
         )  # fmt: skip
         self.core.on_message(report, self.now)
 

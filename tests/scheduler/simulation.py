@@ -1,7 +1,8 @@
 """A whole pipeline in memory around real scheduler cores and a real cache store, with a worker that checks blocks.
 
 Messages wait in queues until the test delivers them, in any order between queues and in order within one. Records are
-kept as the scripts keep them. The worker refuses what would give a block two writers, and counts it.
+kept as the scripts keep them. The worker refuses what would give a block two writers, and counts it. It answers
+questions when it comes to it, and what it has told it keeps until it knows that it was told, as the real one does.
 """
 
 from __future__ import annotations
@@ -92,7 +93,10 @@ class Worker:
         self.term = 0
         self.inbox = ""
         self.pool_term = 0
+        self.run_term = 0  # of the scheduler that was answered last, to which reports go
+        self.question: TakeOver | None = None  # to be answered
         self.taken: list[Taken] = []
+        self.num_told = 0  # of what was taken, before that
         self.seals: list[Seal] = []
         self.ended: list[Ended] = []
         self.num_refused = 0
@@ -107,9 +111,7 @@ class Worker:
             return
         match change:
             case TakeOver():
-                self.term, self.inbox = change.term, change.inbox
-                self.taken, self.seals = [], []
-                sim.to_scheduler(self.inbox, self.running_state(change))
+                self.term, self.question = change.term, change
             case Admit():
                 self.admit(change, sim.records[change.sid])
             case Extend():
@@ -216,18 +218,32 @@ class Worker:
         return RunningState(
             worker=self.member.incarnation, term=question.term, pool_term=self.pool_term, ask=question.ask,
             running=tuple(self.shown(r, True) for r in self.rows.values()),
-            spare_block_ids=tuple(sorted(self.spares)), seals=seals,
+            spare_block_ids=tuple(sorted(self.spares)), seals=seals, num_taken=self.num_told,
         )  # fmt: skip
 
-    def report(self, sim: Simulation) -> None:
+    def answer(self, sim: Simulation, is_acknowledged: bool = True) -> None:
+        """The running state, which says what the next report would have said of blocks."""
+        if self.question is None:
+            return
+        question = self.question
+        self.num_told += len(self.taken)
+        self.taken, self.seals = [], []
+        sim.to_scheduler(question.inbox, self.running_state(question))
+        if is_acknowledged:
+            self.inbox, self.run_term, self.question = question.inbox, question.term, None
+
+    def report(self, sim: Simulation, is_acknowledged: bool = True) -> None:
         if not self.inbox or not (self.rows or self.taken or self.seals or self.ended):
             return
         report = Report(
-            worker=self.member.incarnation, term=self.term, pool_term=self.pool_term,
+            worker=self.member.incarnation, term=self.run_term, pool_term=self.pool_term,
             running=tuple(self.shown(r, False) for r in self.rows.values()), taken=tuple(self.taken),
             spare_block_ids=tuple(sorted(self.spares)), seals=tuple(self.seals), ended=tuple(self.ended),
+            taken_from=self.num_told,
         )  # fmt: skip
-        self.taken, self.seals, self.ended = [], [], []
+        if is_acknowledged:
+            self.num_told += len(self.taken)
+            self.taken, self.seals, self.ended = [], [], []
         sim.to_scheduler(self.inbox, report)
 
 
@@ -247,6 +263,9 @@ class Simulation:
         self.inbox: deque[Message] = deque()
         self.cache: deque[Message] = deque()
         self.todo: deque[Action] = deque()
+        self.assigned: deque[tuple[Assign, str]] = deque()  # whose replies are on their way
+        self.haste: dict[str, float] = {}  # of moves, by name: 1 where nothing is said
+        self.pace = 1.0  # how fast time passes
         self.new_store()
         self.new_scheduler()
 
@@ -259,6 +278,7 @@ class Simulation:
         self.core = SchedulerCore(f"s{self.num_schedulers}")
         self.inbox.clear()
         self.todo.clear()
+        self.assigned.clear()
         for worker in self.workers.values():
             self.core.gain_worker(worker.member, self.term)
         self.headers = deque(r.header() for r in self.records.values() if r.state == "queued")
@@ -401,10 +421,7 @@ class Simulation:
                 if not self.plan(action):
                     self.lose(action.worker, action.term)
             case Assign():
-                status = self.assign(action)
-                self.core.on_assigned(action, status, self.now)
-                if status in ("fenced", "gone"):
-                    self.lose(action.worker, action.term)
+                self.assigned.append((action, self.assign(action)))
             case Requeue():
                 self.requeue(action.sid, action.epoch)
             case Finish():
@@ -416,6 +433,12 @@ class Simulation:
                     placed = (record.state, record.worker) == ("placed", action.worker)
                     if placed and (record.sid, record.epoch) not in action.shown:
                         self.requeue(record.sid, record.epoch)
+
+    def deliver_reply(self) -> None:
+        action, status = self.assigned.popleft()
+        self.core.on_assigned(action, status, self.now)
+        if status in ("fenced", "gone"):
+            self.lose(action.worker, action.term)
 
     def lose(self, worker: str, term: int) -> None:
         view = self.core.workers.get(worker)
@@ -433,13 +456,17 @@ class Simulation:
             moves["store"] = self.deliver_to_store
         if self.inbox:
             moves["inbox"] = self.deliver_to_scheduler
-        if self.todo:
+        if self.assigned:
+            moves["reply"] = self.deliver_reply
+        elif self.todo:  # one after the other
             moves["act"] = self.act
         for name, worker in self.workers.items():
             if worker.plan:
                 moves[f"plan {name}"] = lambda worker=worker: worker.apply(self)
             if worker.rows:
                 moves[f"step {name}"] = lambda worker=worker: worker.step(self)
+            if worker.question is not None:
+                moves[f"answer {name}"] = lambda worker=worker: worker.answer(self)
             moves[f"report {name}"] = lambda worker=worker: worker.report(self)
         return moves
 
@@ -454,8 +481,8 @@ class Simulation:
                 while self.headers:
                     self.deliver_header()
                 self.decide()
-                while self.todo:
-                    self.act()
+                while self.todo or self.assigned:
+                    self.deliver_reply() if self.assigned else self.act()
                 while self.cache:
                     self.deliver_to_store()
                 while self.inbox:
@@ -465,6 +492,7 @@ class Simulation:
                     worker.apply(self)
                 worker.step(self)
                 worker.report(self)
+                worker.answer(self)
             if self.is_at_rest():
                 return
         stuck = {r.sid: (r.state, r.epoch, r.worker) for r in self.records.values() if r.state != "done"}
@@ -477,13 +505,14 @@ class Simulation:
             self.inbox,
             self.cache,
             self.todo,
+            self.assigned,
             *(w.plan for w in self.workers.values()),
         )
         return (
             not any(queues)
             and not len(self.core.calls)
             and all(r.state == "done" for r in self.records.values())
-            and (not any(w.rows or w.ended for w in self.workers.values()))
+            and (not any(w.rows or w.ended or w.question for w in self.workers.values()))
         )
 
     def check_at_rest(self) -> None:
@@ -494,13 +523,16 @@ class Simulation:
             manager = self.store.pools[name].manager
             assert set(manager.spares) == self.workers[name].spares == view.spares
             assert manager.num_free == manager.num_blocks - len(manager.spares), manager.holds
+            assert manager.counts.refused_takes == 0, "of what a worker has taken something was lost, or came twice"
         for record in self.records.values():
             assert record.output == expected(record)[: len(record.output)]
 
     def random_move(self, rng: random.Random) -> None:
+        """Who is slow here comes to it more seldom."""
         moves = self.moves()
-        moves[rng.choice(list(moves))]()
-        self.now += rng.choice((0.0, 0.001, 0.001, 0.03))
+        (name,) = rng.choices(list(moves), [self.haste.get(name, 1.0) for name in moves])
+        moves[name]()
+        self.now += self.pace * rng.choice((0.0, 0.001, 0.001, 0.03))
 
 
 def expected(record: Record) -> list[int]:

@@ -115,6 +115,43 @@ def test_what_only_a_second_answer_says_is_not_lost() -> None:
     assert [c.spare_block_ids for c in calls(h.decide(), Reconcile)] == [()]
 
 
+def told(num_taken: int) -> Hand:
+    """A worker that is ready, runs a sequence and has told of so many blocks that were taken."""
+    h = taking_over()
+    h.decide()
+    h.core.on_message(h.running_state("w", row("a.0"), num_taken=num_taken), h.now)
+    h.answer(calls(h.decide(), Reconcile)[0], num_free=100)
+    h.decide()
+    return h
+
+
+def test_what_was_taken_is_told_to_the_store_once() -> None:
+    """A report that is repeated because its reply was lost: the block may have been given back by then, and lent anew,
+    and the store would take it from the worker."""
+    h, next_one = told(7), Taken(sid="a.0", epoch=1, index=4, block_id=51)
+    h.report(row("a.0"), taken=(TAKEN,), taken_from=7)
+    assert [u.taken for u in calls(h.decide(), Update)] == [(TAKEN,)]
+    h.report(row("a.0"), taken=(TAKEN,), taken_from=7)
+    assert not calls(h.decide(), Update)
+    h.report(row("a.0"), taken=(TAKEN, next_one), taken_from=7)
+    assert [u.taken for u in calls(h.decide(), Update)] == [(next_one,)]
+    h.report(row("a.0"), ended=(("a.0", 1, "stop"),), taken_from=9)
+    assert [u.taken for u in calls(h.decide(), Update)] == [()] and h.view().phase is Phase.READY
+
+
+def test_a_worker_of_which_a_report_was_lost_is_asked_anew() -> None:
+    h = told(7)
+    h.report(row("a.0"), taken=(TAKEN,), taken_from=8)
+    assert only(changes(h.decide()), TakeOver) and h.view().phase is Phase.TAKING_OVER
+
+
+def test_a_worker_of_an_older_version_does_not_number_what_it_takes() -> None:
+    for num_taken, taken_from in ((-1, 3), (7, -1)):
+        h = told(num_taken)
+        h.report(row("a.0"), taken=(TAKEN,), taken_from=taken_from)
+        assert [u.taken for u in calls(h.decide(), Update)] == [(TAKEN,)] and h.view().phase is Phase.READY
+
+
 def test_slow_answers_come_to_an_end() -> None:
     """A worker that takes 3 s to answer each question."""
     h = taking_over()

@@ -46,9 +46,11 @@ EXAMPLES: tuple[w.Message, ...] = (
     wp.Report(
         worker="w-1", term=3, pool_term=4, running=(ROW,), spare_block_ids=(12,), taken=(TAKEN,), seals=(SEAL,),
         ended=(ENDED,), num_steps=8, tokens_per_second=99.5, hang_s=5.0,
-        prefill_tokens_per_second=2000.5,
+        prefill_tokens_per_second=2000.5, taken_from=41,
     ),
-    wp.RunningState(worker="w-1", term=3, pool_term=4, running=(ROW,), spare_block_ids=(12,), seals=(SEAL,), ask=2),
+    wp.RunningState(
+        worker="w-1", term=3, pool_term=4, running=(ROW,), spare_block_ids=(12,), seals=(SEAL,), ask=2, num_taken=42,
+    ),
     c.Inventory(worker="w-1", pool_term=4, blocks=(BLOCK,), last=True),
     c.Ensure(**HEAD, sid=SID, epoch=2, salt=bytes(32), ids=w.pack_ids([1, 2, 3]), keep_free=1),
     c.Table(

@@ -90,7 +90,7 @@ def test_fields_that_an_older_service_leaves_out_have_their_defaults() -> None:
     assert decode(packed(["event", {"kind": "left"}])) == Event(kind="left")
     name, fields = wire(BY_TAG["report"])
     assert decode(packed([name, fields[:10]])) == BY_TAG["report"].model_copy(
-        update={"prefill_tokens_per_second": 0.0, "hang_s": 0.0}
+        update={"prefill_tokens_per_second": 0.0, "hang_s": 0.0, "taken_from": -1}
     )
 
 
