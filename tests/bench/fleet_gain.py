@@ -1,6 +1,6 @@
 """What a new worker gains from another's answers: the same requests with their tenant's statistics and without.
 
-    python -m tests.bench.fleet_gain [--teach N] [--ask N] [--kinds form,letter,schema,class]
+    python -m tests.bench.fleet_gain [--teach N] [--ask N] [--kinds form,letter,schema,class,yaml,table,logs]
 
 Real processes, a real Redis, the default model. Worker A answers requests of a kind, and is killed; worker B, just
 started, answers others of that kind, each twice in turns: for a tenant that has had no answer before, which is its cold
@@ -55,12 +55,41 @@ SCHEMA = (
     "Write a JSON schema for a {} with the properties id, name, created_at and status, all of them required. "
     "Answer with JSON only."
 )
+SERVICE = "Write the YAML configuration of the service {}: {} in {} owns it, its port is {}."
+SERVICE_FORM = (
+    r"service:\n  name: [a-z]{3,12}\n  image: [a-z]{3,9}/[a-z]{3,9}\n  network:\n    host: [a-z]{3,9}\.example\.com\n"
+    r"    port: [0-9]{4}\n    protocol: http\n  resources:\n    memory: [0-9]{1,2} Gi\n  owner: [A-Z][a-z]{2,8}\n"
+    r"  city: [A-Z][a-z]{2,8}\n"
+)
+ORDER = "Write a letter to {} in {}: {} chairs at {} dollars and {} lamps at {} dollars are on their way."
+ORDER_FORM = (
+    r"Dear [A-Z][a-z]{2,8} [A-Z][a-z]{2,8},\n\nThank you for your order. We deliver it to [A-Z][a-z]{2,8} within "
+    r"[2-9] days.\n\n\| Item \| Quantity \| Price \|\n\|---\|---\|---\|\n"
+    r"(\| [a-z]{3,9} \| [0-9]{1,2} \| [0-9]{1,3} dollars \|\n){2}\nKind regards,\nNorthwind Shop"
+)
+EVENTS = (
+    "Write log lines of the service {}: at {}:{:02d} it starts, {} logs in from {}, the order {} is stored, it stops."
+)
+EVENTS_FORM = (
+    r"([0-9]{2}:[0-9]{2}:[0-9]{2} INFO \[[a-z]{3,9}\] (service started|user [a-z]{3,9} logged in from [A-Z][a-z]{2,8}"
+    r"|order [0-9]{4} was stored|service stopped)\n){5}"
+)
 KINDS = {
     "form": [FORM.format(*person) for person in PEOPLE],
     "letter": [LETTER.format(name, 1000 + 7 * age) for name, age, _, _ in PEOPLE],
     "schema": [SCHEMA.format(thing.lower()) for thing in THINGS],
     "class": [CLASS.format(thing) for thing in THINGS],
+    "yaml": [
+        SERVICE.format(thing.lower(), name.split()[0], city, 8000 + 7 * age)
+        for (name, age, city, _), thing in zip(PEOPLE, THINGS, strict=True)
+    ],
+    "table": [ORDER.format(name, city, age % 9 + 2, age + 20, age % 5 + 1, age + 3) for name, age, city, _ in PEOPLE],
+    "logs": [
+        EVENTS.format(thing.lower(), age % 12 + 8, age, name.split()[0].lower(), city, 1000 + 37 * age)
+        for (name, age, city, _), thing in zip(PEOPLE, THINGS, strict=True)
+    ],
 }
+FORMS = {"yaml": SERVICE_FORM, "table": ORDER_FORM, "logs": EVENTS_FORM}  # regular expressions that answers are held to
 NUM_OUTPUT = 200
 NUM_FIRST = 3  # requests of another kind that a new worker answers before: its very first ones are slow
 LEARNT_TIMEOUT_S = 60.0
@@ -82,12 +111,14 @@ class Asker:
         self._url = url
         self._model = model
 
-    async def ask(self, text: str, tenant: str) -> Answer:
+    async def ask(self, text: str, tenant: str, form: str = "") -> Answer:
         """With the prompt in the cache, so that what is measured is the answer."""
-        body = {
+        body: dict[str, Any] = {
             "model": self._model, "messages": [{"role": "user", "content": text}], "temperature": 0,
             "cache_salt": tenant,
         }  # fmt: skip
+        if form:
+            body["structured_outputs"] = {"regex": form}
         await self._post(body | {"max_tokens": 1, "speculative": {"fleet": False}})
         started = time.perf_counter()
         answer = await self._post(body | {"max_tokens": NUM_OUTPUT})
@@ -106,12 +137,12 @@ class Asker:
 
 
 async def measure(redis_url: str, folder: Path, kind: str, num_taught: int, num_asked: int) -> dict[str, Any]:
-    texts = KINDS[kind]
+    texts, form = KINDS[kind], FORMS.get(kind, "")
     stack = Stack(redis_url, folder, model=DEFAULT_MODEL, env=SETTINGS)
     async with stack, aiohttp.ClientSession() as session:
         asker = Asker(session, stack.url, stack.served_name)
         for text in texts[:num_taught]:
-            await asker.ask(text, "tenant")
+            await asker.ask(text, "tenant", form)
 
         async def all_learnt() -> bool:
             return await asker.num_learnt() >= num_taught
@@ -128,7 +159,7 @@ async def measure(redis_url: str, folder: Path, kind: str, num_taught: int, num_
         for number, text in enumerate(texts[num_taught : num_taught + num_asked]):
             turns = [(cold, f"nobody {number}"), (warm, "tenant")]
             for answers, tenant in turns if number % 2 else turns[::-1]:
-                answers.append(await asker.ask(text, tenant))
+                answers.append(await asker.ask(text, tenant, form))
     pairs = list(zip(cold, warm, strict=True))
     ratios = [c.seconds / w.seconds for c, w in pairs]
     return {
