@@ -20,10 +20,12 @@ struct gathered {
 
 /* A tile as the loops read it: dimension i of key k is keys[k / SIDE][i * stride + k % SIDE], as the cache has them.
    Where more rows share it than the registers hold, it is made floats once: [dim][TILE] and [TILE][padded]. Scales of
-   bytes come after the sums over dimensions, and into the weights before those over keys. */
+   bytes come after the sums over dimensions, and into the weights before those over keys. Vectors of keys behind the
+   first `parts` are left out: they would add zeros. */
 enum kind { HALVES, BYTES, FLOATS };
 struct tile {
     enum kind stored; /* HALVES or BYTES */
+    int parts;        /* four at a time, or two or one at the end */
     const void *keys[TILE / SIDE], *values[TILE];
     int64_t stride;
     float *wide_keys, *wide_values;
@@ -45,7 +47,7 @@ INLINE vf load_values(const struct tile *t, int key, int i, int padded, enum kin
 }
 
 INLINE void widen_kind(struct tile *t, int count, int dim, int padded, enum kind kind) {
-    for (int part = 0; part < KEY_PARTS; part++)
+    for (int part = 0; part < t->parts; part++)
         for (int i = 0; i < dim; i++) vf_store(t->wide_keys + i * TILE + part * VL, load_keys(t, part, i, kind));
     for (int key = 0; key < count; key++)
         for (int i = 0; i < padded; i += VL)
@@ -59,50 +61,62 @@ static void widen(struct tile *t, int count, int dim, int padded) {
 
 INLINE void scores_of(const struct tile *t, const float *q, int64_t q_stride, int dim, int rows, enum kind kind,
                       float *to) {
-    for (int part = 0; part < KEY_PARTS; part += 4) { /* four vectors of keys for the rows in registers */
-        vf acc[MAX_ROWS_TOGETHER][4];
-        for (int r = 0; r < rows; r++)
-            for (int j = 0; j < 4; j++) acc[r][j] = vf_set(0.0f);
-        for (int i = 0; i < dim; i++) {
-            vf query[MAX_ROWS_TOGETHER];
-            for (int r = 0; r < rows; r++) query[r] = vf_set(q[r * q_stride + i]);
-            for (int j = 0; j < 4; j++) {
-                vf k = load_keys(t, part + j, i, kind);
-                for (int r = 0; r < rows; r++) acc[r][j] = vf_fma(k, query[r], acc[r][j]);
-            }
-        }
-        for (int r = 0; r < rows; r++)
-            for (int j = 0; j < 4; j++) vf_store(to + r * TILE + (part + j) * VL, acc[r][j]);
+    int part = 0;
+#define STRIP(width) /* so many vectors of keys for the rows in registers */ \
+    for (; part + (width) <= t->parts; part += (width)) { \
+        vf acc[MAX_ROWS_TOGETHER][width]; \
+        for (int r = 0; r < rows; r++) \
+            for (int j = 0; j < (width); j++) acc[r][j] = vf_set(0.0f); \
+        for (int i = 0; i < dim; i++) { \
+            vf query[MAX_ROWS_TOGETHER]; \
+            for (int r = 0; r < rows; r++) query[r] = vf_set(q[r * q_stride + i]); \
+            for (int j = 0; j < (width); j++) { \
+                vf k = load_keys(t, part + j, i, kind); \
+                for (int r = 0; r < rows; r++) acc[r][j] = vf_fma(k, query[r], acc[r][j]); \
+            } \
+        } \
+        for (int r = 0; r < rows; r++) \
+            for (int j = 0; j < (width); j++) vf_store(to + r * TILE + (part + j) * VL, acc[r][j]); \
     }
+    STRIP(4)
+    STRIP(2)
+    STRIP(1)
+#undef STRIP
 }
 
-INLINE void scale_by(float *values, const float *scales) {
-    for (int i = 0; i < TILE; i += VL) vf_store(values + i, vf_mul(vf_load(values + i), vf_load(scales + i)));
+INLINE void scale_by(float *values, const float *scales, int count) {
+    for (int i = 0; i < count; i += VL) vf_store(values + i, vf_mul(vf_load(values + i), vf_load(scales + i)));
 }
 
 /* Scores to weights in place, keys from `visible` on to zero; what is gathered so far shrinks to the new largest. */
-static void weigh(const struct tile *t, float *scores, int visible, struct gathered *g, float *out, int padded) {
-    if (t->stored == BYTES) scale_by(scores, t->key_scales);
-    for (int i = visible; i < TILE; i++) scores[i] = -INFINITY;
+INLINE void weigh_parts(const struct tile *t, float *scores, int visible, struct gathered *g, float *out, int padded,
+                        int parts) {
+    if (t->stored == BYTES) scale_by(scores, t->key_scales, parts * VL);
+    for (int i = visible; i < parts * VL; i++) scores[i] = -INFINITY;
     vf most[PARTS], sums[PARTS];
-    for (int i = 0; i < PARTS; i++) most[i] = vf_load(scores + i * VL);
-    for (int i = PARTS; i < KEY_PARTS; i++) most[i % PARTS] = vf_max(most[i % PARTS], vf_load(scores + i * VL));
+    for (int i = 0; i < PARTS; i++) most[i] = vf_set(-INFINITY);
+    for (int i = 0; i < parts; i++) most[i % PARTS] = vf_max(most[i % PARTS], vf_load(scores + i * VL));
     float largest = max16(most);
     if (!(largest > g->largest)) largest = g->largest;
     float shrink[16] = {g->largest - largest};
     vf_store(shrink, vf_exp2(vf_load(shrink)));
     vf offset = vf_set(largest);
     for (int i = 0; i < PARTS; i++) sums[i] = vf_set(0.0f);
-    for (int i = 0; i < KEY_PARTS; i++) {
+    for (int i = 0; i < parts; i++) {
         vf weight = vf_exp2(vf_sub(vf_load(scores + i * VL), offset));
         vf_store(scores + i * VL, weight);
         sums[i % PARTS] = vf_add(sums[i % PARTS], weight);
     }
-    if (t->stored == BYTES) scale_by(scores, t->value_scales);
+    if (t->stored == BYTES) scale_by(scores, t->value_scales, parts * VL);
     g->largest = largest;
     g->sum = g->sum * shrink[0] + sum16(sums);
     if (shrink[0] != 1.0f)
         for (int i = 0; i < padded; i += VL) vf_store(out + i, vf_mul(vf_load(out + i), vf_set(shrink[0])));
+}
+
+static void weigh(const struct tile *t, float *scores, int visible, struct gathered *g, float *out, int padded) {
+    if (t->parts == KEY_PARTS) weigh_parts(t, scores, visible, g, out, padded, KEY_PARTS);
+    else weigh_parts(t, scores, visible, g, out, padded, t->parts);
 }
 
 /* out[row] += weights V, over the first `count` keys of the tile. */
@@ -146,19 +160,24 @@ static void find_tile(const struct model *m, const struct layer *l, const int32_
                       int kv_head, char *copy, struct tile *t) {
     int size = m->block_size, width = size < 16 ? size : 16, dim = m->head_dim, bytes = t->stored == BYTES ? 1 : 2;
     int64_t padded = up_to(dim, 16);
-    for (int i = 0; i < count; i++) {
-        int64_t slot = ((int64_t)blocks[(first + i) / size] * m->num_kv_heads + kv_head) * size + (first + i) % size;
-        t->values[i] = (const char *)l->v_cache + slot * padded * bytes;
-        if (t->stored == BYTES) {
-            t->key_scales[i] = l->k_scale[slot];
-            t->value_scales[i] = l->v_scale[slot];
+    for (int i = 0; i < count;) {
+        int slot = (first + i) % size, left = size - slot, end = left < count - i ? i + left : count;
+        int64_t at = ((int64_t)blocks[(first + i) / size] * m->num_kv_heads + kv_head) * size + slot;
+        for (; i < end; i++, at++) {
+            t->values[i] = (const char *)l->v_cache + at * padded * bytes;
+            if (t->stored == BYTES) {
+                t->key_scales[i] = l->k_scale[at];
+                t->value_scales[i] = l->v_scale[at];
+            }
         }
     }
+    t->parts = (count + VL - 1) / VL;
+    if (t->parts % 4 == 3) t->parts++;
     t->stride = width < SIDE ? SIDE : width;
-    for (int j = 0; j < TILE / SIDE; j++) {
+    for (int j = 0; j * SIDE < t->parts * VL; j++) {
         char *to = copy + (int64_t)j * SIDE * dim * bytes;
-        int start = SIDE * j < count ? SIDE * j : 0; /* a group past the end repeats the first */
-        t->keys[j] = width < SIDE ? to : NULL;
+        int start = SIDE * j;
+        t->keys[j] = start >= count ? t->keys[0] : to; /* a group past the end repeats the first */
         for (int key = start; key < start + SIDE && key < count; key += width) {
             int position = first + key, slot = position % size;
             int64_t head = (int64_t)blocks[position / size] * m->num_kv_heads + kv_head;
