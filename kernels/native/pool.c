@@ -66,16 +66,17 @@ static void open_phase(struct pool *p, uint32_t phase) {
     p->num_pieces = pieces;
     p->run = (pieces + MAX_HANDED_OUT - 1) / MAX_HANDED_OUT;
     p->num_runs = pieces ? (uint32_t)((pieces + p->run - 1) / p->run) : 0;
-    atomic_store(&p->num_done, 0);
+    atomic_store_explicit(&p->num_done, 0, memory_order_release);
     /* The last share is never empty, so the phase is not over before it is there; and the task is over for its caller
        only when that is known to all others. */
     for (int i = 0; pieces && i < p->num_threads; i++) {
         uint64_t first = (uint64_t)p->num_runs * i / p->num_threads;
         uint64_t end = (uint64_t)p->num_runs * (i + 1) / p->num_threads;
-        atomic_store(&p->shares[i].ticket, (uint64_t)phase << 32 | end << 16 | first);
+        atomic_store_explicit(&p->shares[i].ticket, (uint64_t)phase << 32 | end << 16 | first, memory_order_release);
     }
     for (int i = p->num_threads - 1; !pieces && i >= 0; i--)
-        atomic_store(&p->shares[i].ticket, (uint64_t)phase << 32 | OVER << 16);
+        atomic_store_explicit(&p->shares[i].ticket, (uint64_t)phase << 32 | OVER << 16, memory_order_release);
+    atomic_thread_fence(memory_order_seq_cst); /* whoever sleeps has seen the ticket, or is seen here */
     if (atomic_load(&p->num_sleeping)) {
         pthread_mutex_lock(&p->lock);
         pthread_cond_broadcast(&p->changed);
@@ -108,20 +109,32 @@ static void run_pieces(struct pool *p, int phase, int run, int thread) {
     for (int piece = first; piece < end; piece++) task->run(task->context, phase, piece, thread);
 }
 
-/* Takes a run of this thread's share, or of another's, and runs it; 0 if all are handed out. */
-static int take_run(struct pool *p, int thread) {
-    for (int i = 0; i < p->num_threads; i++) {
-        struct share *share = &p->shares[(thread + i) % p->num_threads];
-        uint64_t seen = atomic_load(&share->ticket);
-        if (next_of(seen) >= end_of(seen) || end_of(seen) == OVER) continue;
-        uint64_t ticket = atomic_fetch_add(&share->ticket, 1);
-        uint32_t phase = phase_of(ticket), end = end_of(ticket), run = next_of(ticket);
-        if (run >= end || end == OVER) continue;
-        run_pieces(p, (int)(phase - p->first_phase), (int)run, thread);
-        uint32_t runs = p->num_runs; /* of this phase, which is not over before the next line */
-        if (atomic_fetch_add(&p->num_done, 1) + 1 == runs) open_phase(p, phase + 1);
-        return 1;
+/* Takes a run of a share; 0 if all are handed out. */
+static int take_run(struct share *share, uint64_t *ticket) {
+    uint64_t seen = atomic_load(&share->ticket);
+    if (next_of(seen) >= end_of(seen) || end_of(seen) == OVER) return 0;
+    *ticket = atomic_fetch_add(&share->ticket, 1);
+    return next_of(*ticket) < end_of(*ticket) && end_of(*ticket) != OVER;
+}
+
+/* Runs what is left of a share, but of another's one run only, since its owner is quicker with what follows; 0 if
+   nothing is. What is done is told at the end: before that the phase is not over, whoever holds a run of it. */
+static int run_share(struct pool *p, int owner, int thread) {
+    uint64_t ticket, last = 0;
+    uint32_t done = 0;
+    while ((done == 0 || owner == thread) && take_run(&p->shares[owner], &ticket)) {
+        run_pieces(p, (int)(phase_of(ticket) - p->first_phase), (int)next_of(ticket), thread);
+        last = ticket;
+        done++;
     }
+    uint32_t runs = p->num_runs;
+    if (done && atomic_fetch_add(&p->num_done, done) + done == runs) open_phase(p, phase_of(last) + 1);
+    return done > 0;
+}
+
+static int run_some(struct pool *p, int thread) {
+    for (int i = 0; i < p->num_threads; i++)
+        if (run_share(p, (thread + i) % p->num_threads, thread)) return 1;
     return 0;
 }
 
@@ -130,7 +143,7 @@ static uint32_t work(struct pool *p, int thread) {
     for (;;) {
         uint64_t own = atomic_load(&p->shares[thread].ticket);
         if (end_of(own) == OVER) return phase_of(own);
-        if (!take_run(p, thread)) wait_for_other_than(p, phase_of(own), thread);
+        if (!run_some(p, thread)) wait_for_other_than(p, phase_of(own), thread);
     }
 }
 
