@@ -214,6 +214,12 @@ static void prefetch_tile(const struct model *m, const struct layer *l, const in
     }
 }
 
+/* The first keys and values that `attend` will read. */
+void attend_soon(const struct model *m, const struct layer *l, const struct step *step, const struct span *span,
+                 int end, int kv_head) {
+    prefetch_tile(m, l, step->block_ids + span->first_block, 0, end < TILE ? end : TILE, kv_head, l->k_scale ? 1 : 2);
+}
+
 /* A tile for up to MAX_ROWS_TOGETHER query rows; visible[r] keys of it count for row r. */
 INLINE void tile_rows(const struct tile *t, int count, const float *q, const int *visible, int dim, int rows,
                       enum kind kind, struct gathered *g, float *out) {

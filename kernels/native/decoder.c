@@ -130,10 +130,24 @@ static void gate_up_piece(const struct decoder *d, const struct layer *l, int un
     }
 }
 
+static void rope_head(struct decoder *d, const struct layer *l, int row, int kv_head) {
+    rope_heads(d->m, l, d->qkv + row * qkv_stride(d), d->q + row * q_stride(d), d->step->positions[row],
+               d->step->row_blocks[row], kv_head);
+}
+
 static void rope(struct decoder *d, const struct layer *l, struct range r) {
     for (int i = r.first; i < r.end; i++)
-        rope_row(d->m, l, d->qkv + i * qkv_stride(d), d->q + i * q_stride(d), d->step->positions[i],
-                 d->step->row_blocks[i]);
+        for (int head = 0; head < d->m->num_kv_heads; head++) rope_head(d, l, i, head);
+}
+
+/* Where a span is one item, its pieces turn their own heads: nobody else reads what they write. */
+static int turns_in_attention(const struct decoder *d) { return d->num_items == d->step->num_spans; }
+
+/* The keys and values that a piece reads first. */
+static void foresee(const struct decoder *d, const struct layer *l, int piece) {
+    const struct item *item = d->items + piece / d->m->num_kv_heads;
+    const struct span *span = d->step->spans + item->span;
+    attend_soon(d->m, l, d->step, span, span->first_position + item->first + item->count, piece % d->m->num_kv_heads);
 }
 
 static void attend_piece(struct decoder *d, const struct layer *l, int piece, int thread) {
@@ -141,6 +155,8 @@ static void attend_piece(struct decoder *d, const struct layer *l, int piece, in
     const struct item *item = d->items + piece / m->num_kv_heads;
     const struct span *span = d->step->spans + item->span;
     int kv_head = piece % m->num_kv_heads, row = span->first_row + item->first;
+    if (piece + 1 < d->num_items * m->num_kv_heads) foresee(d, l, piece + 1);
+    for (int i = row; turns_in_attention(d) && i < row + item->count; i++) rope_head(d, l, i, kv_head);
     attend(m, l, d->step, span, item->first, item->count, kv_head, d->q + row * q_stride(d),
            d->mixed.x + row * d->mixed.stride, d->mixed.stride,
            d->attend_scratch + thread * up_to(attend_scratch_floats(m), 16));
@@ -209,6 +225,7 @@ static int prepare(void *context, int phase) {
     switch ((phase - 1) % PHASES_A_LAYER) {
         case NORM_ATTN: tap(d, (phase - 1) / PHASES_A_LAYER); return share_rows(d, phase, rows);
         case QKV: return cut_tiles(d, linear_tiles(&l->qkv));
+        case ROPE: return turns_in_attention(d) ? 0 : share_rows(d, phase, rows);
         case ATTEND: return d->num_items * m->num_kv_heads;
         case OUT: quantize_mixed(d, l); return cut_tiles(d, linear_tiles(&l->out));
         case GATE_UP: return num_units(d);

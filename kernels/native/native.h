@@ -144,11 +144,14 @@ void norm_row(const float *x, const float *weight, float eps, int columns, float
 void silu_mul_row(const float *gate, const float *up, float *y, int count);
 void product(const struct matrix *w, int tile, const struct rows *x, int row, int count, float (*out)[TILE_ROWS]);
 void weight_row(const struct matrix *w, int row, float *out);
-void rope_row(const struct model *m, const struct layer *l, float *qkv, float *q, int position, int block);
+void rope_heads(const struct model *m, const struct layer *l, float *qkv, float *q, int position, int block,
+                int kv_head);
 
 /* Query rows first_row to first_row + count of a span and one KV head; q and out are [rows][num_heads][padded dim]. */
 void attend(const struct model *m, const struct layer *l, const struct step *step, const struct span *span,
             int first_row, int count, int kv_head, const float *q, float *out, int64_t out_stride, float *scratch);
+void attend_soon(const struct model *m, const struct layer *l, const struct step *step, const struct span *span,
+                 int end, int kv_head);
 int64_t attend_scratch_floats(const struct model *m);
 
 #define ATTENTION_ROWS 8

@@ -62,8 +62,9 @@ EXPORT void headrace_weight_rows(const struct matrix *w, const int32_t *rows, in
 EXPORT void headrace_rope(const struct model *m, const struct layer *l, const struct step *step, float *qkv,
                    int64_t qkv_stride, float *q) {
     for (int64_t i = 0; i < step->num_rows; i++)
-        rope_row(m, l, qkv + i * qkv_stride, q + i * m->num_heads * up_to(m->head_dim, 16), step->positions[i],
-                 step->row_blocks[i]);
+        for (int head = 0; head < m->num_kv_heads; head++)
+            rope_heads(m, l, qkv + i * qkv_stride, q + i * m->num_heads * up_to(m->head_dim, 16), step->positions[i],
+                       step->row_blocks[i], head);
 }
 
 /* out [rows][num_heads][head_dim], ATTENTION_ROWS of a span at a time; scratch: headrace_attend_scratch floats. */

@@ -64,21 +64,21 @@ static void store_head(const struct model *m, const struct layer *l, int64_t hea
     }
 }
 
-/* qkv: the row's query, key and value heads, changed here; q: [num_heads][head_dim padded to 16] for `attend`. */
-void rope_row(const struct model *m, const struct layer *l, float *qkv, float *q, int position, int block) {
-    int dim = m->head_dim, half = dim / 2, padded = (int)up_to(dim, 16), slot = position % m->block_size;
+/* A KV head of a row and the query heads that read it. qkv: the row's query, key and value heads, changed here;
+   q: [num_heads][head_dim padded to 16] for `attend`. */
+void rope_heads(const struct model *m, const struct layer *l, float *qkv, float *q, int position, int block,
+                int kv_head) {
+    int dim = m->head_dim, half = dim / 2, padded = (int)up_to(dim, 16), shared = m->num_heads / m->num_kv_heads;
     const float *cos = m->cos + (int64_t)position * half, *sin = m->sin + (int64_t)position * half;
-    for (int h = 0; h < m->num_heads; h++) {
+    for (int h = kv_head * shared; h < (kv_head + 1) * shared; h++) {
         float *x = qkv + (int64_t)h * dim, *to = q + (int64_t)h * padded;
         if (l->q_norm) norm_head(x, l->q_norm, m->eps, dim);
         turn(x, cos, sin, half);
         for (int i = 0; i < dim; i++) to[i] = x[i] * m->query_scale;
         for (int i = dim; i < padded; i++) to[i] = 0.0f;
     }
-    float *key = qkv + (int64_t)m->num_heads * dim, *value = key + (int64_t)m->num_kv_heads * dim;
-    for (int h = 0; h < m->num_kv_heads; h++, key += dim, value += dim) {
-        if (l->k_norm) norm_head(key, l->k_norm, m->eps, dim);
-        turn(key, cos, sin, half);
-        store_head(m, l, (int64_t)block * m->num_kv_heads + h, slot, key, value);
-    }
+    float *key = qkv + (int64_t)(m->num_heads + kv_head) * dim, *value = key + (int64_t)m->num_kv_heads * dim;
+    if (l->k_norm) norm_head(key, l->k_norm, m->eps, dim);
+    turn(key, cos, sin, half);
+    store_head(m, l, (int64_t)block * m->num_kv_heads + kv_head, position % m->block_size, key, value);
 }
