@@ -84,7 +84,7 @@ static int reserve_made(struct decoder *d, const struct head *h, int64_t rows) {
 
 static void make_rows(struct decoder *d, const struct head *h, const struct step *step, const float *const *taps) {
     struct making a = {d, h, step, taps};
-    struct task task = {prepare, run, &a, NUM_PHASES};
+    struct task task = {prepare, run, &a, NUM_PHASES, NULL};
     pool_run(d->pool, &task);
 }
 

@@ -8,15 +8,20 @@ enum phase { NORM_ATTN, QKV, ROPE, ATTEND, OUT, NORM_FFN, GATE_UP, DOWN, PHASES_
 #define ROWS_A_PIECE 4
 #define MAX_TILES_A_PIECE 4
 #define MAX_PIECES 16384
+#define TILES_AHEAD 8 /* as much as is read in the time that others still need for a phase */
 #define LATE 3 /* quarters of the layers, after which the next step should be made ready */
 
-int cut_tiles(struct decoder *d, int tiles) {
+/* How many tiles make a piece: such that there are as many pieces for each thread, if possible. */
+static int piece_tiles(const struct decoder *d, int tiles) {
     int threads = pool_num_threads(d->pool), size = tiles / (threads * 4);
     size = size < 1 ? 1 : size > MAX_TILES_A_PIECE ? MAX_TILES_A_PIECE : size;
     while (size > 1 && (tiles + size - 1) / size % threads) size--;
-    if (tiles / size >= MAX_PIECES) size = tiles / MAX_PIECES + 1;
-    d->tiles_a_piece = size;
-    return (tiles + size - 1) / size;
+    return tiles / size >= MAX_PIECES ? tiles / MAX_PIECES + 1 : size;
+}
+
+int cut_tiles(struct decoder *d, int tiles) {
+    d->tiles_a_piece = piece_tiles(d, tiles);
+    return (tiles + d->tiles_a_piece - 1) / d->tiles_a_piece;
 }
 
 /* Rows [first, end) of work that is done row by row. */
@@ -266,6 +271,39 @@ static void run(void *context, int phase, int piece, int thread) {
     }
 }
 
+/* The first tiles of a thread's share. */
+static int linear_ahead(const struct decoder *d, const struct linear *l, int thread, struct reading *readings) {
+    int tiles = linear_tiles(l), size = piece_tiles(d, tiles), pieces = (tiles + size - 1) / size, part = 0;
+    int tile = (int)((int64_t)pieces * thread / pool_num_threads(d->pool)) * size;
+    while (tile >= num_tiles(&l->parts[part])) tile -= num_tiles(&l->parts[part++]);
+    int left = num_tiles(&l->parts[part]) - tile;
+    return tile_readings(&l->parts[part], tile, left < TILES_AHEAD ? left : TILES_AHEAD, readings);
+}
+
+static int gate_up_ahead(const struct decoder *d, const struct layer *l, int thread, struct reading *readings) {
+    int tile = (int)((int64_t)num_units(d) * thread / pool_num_threads(d->pool)) * (GROUP / TILE_ROWS);
+    int num_readings = tile_readings(&l->up.parts[0], tile, TILES_AHEAD / 2, readings);
+    return num_readings + tile_readings(&l->gate.parts[0], tile, TILES_AHEAD / 2, readings + num_readings);
+}
+
+/* Of the next phase with a product. */
+static int ahead(void *context, int phase, int thread, struct reading *readings) {
+    const struct decoder *d = context;
+    const struct model *m = d->m;
+    if (phase == 0) return 0;
+    int layer = (phase - 1) / PHASES_A_LAYER, kind = (phase - 1) % PHASES_A_LAYER;
+    if (layer == m->num_layers) return 0;
+    const struct layer *l = m->layers + layer;
+    switch (kind) {
+        case NORM_ATTN: return linear_ahead(d, &l->qkv, thread, readings);
+        case OUT:
+        case NORM_FFN: return gate_up_ahead(d, l, thread, readings);
+        case GATE_UP: return linear_ahead(d, &l->down, thread, readings);
+        case DOWN: return linear_ahead(d, layer + 1 < m->num_layers ? &l[1].qkv : &m->head, thread, readings);
+        default: return linear_ahead(d, &l->out, thread, readings);
+    }
+}
+
 /* --- calls --------------------------------------------------------------------------------------------- */
 
 /* Null if there is no memory. model and pool must outlive the decoder. */
@@ -287,7 +325,7 @@ int decoder_step(struct decoder *d, const struct step *step) {
     if (!reserve_buffers(d, step)) return -1;
     d->step = step;
     cut_spans(d);
-    struct task task = {prepare, run, d, 1 + d->m->num_layers * PHASES_A_LAYER + 4};
+    struct task task = {prepare, run, d, 1 + d->m->num_layers * PHASES_A_LAYER + 4, ahead};
     pool_run(d->pool, &task);
     return 0;
 }

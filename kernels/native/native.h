@@ -4,6 +4,7 @@
 #ifndef HEADRACE_NATIVE_H
 #define HEADRACE_NATIVE_H
 
+#include <stddef.h>
 #include <stdint.h>
 
 #define EXPORT __attribute__((visibility("default")))
@@ -127,6 +128,13 @@ struct chains {
     int32_t num_places, reserved;
 };
 
+/* Memory that somebody will read soon. */
+struct reading {
+    const void *start;
+    int64_t num_bytes;
+};
+#define MAX_READINGS 6
+
 struct pool;
 struct task {
     /* Called by one thread between two phases: how many pieces the phase has; it may do small work itself. */
@@ -134,6 +142,9 @@ struct task {
     void (*run)(void *context, int phase, int piece, int thread);
     void *context;
     int num_phases;
+    /* Or null. What a thread whose share of this phase is done will read first in the next ones, for the time in which
+       it has nothing to do; how many of MAX_READINGS. */
+    int (*ahead)(void *context, int phase, int thread, struct reading *readings);
 };
 void pool_run(struct pool *pool, const struct task *task);
 int pool_num_threads(const struct pool *pool);
@@ -143,6 +154,8 @@ void quantize_row(const float *x, const struct rows *to, int64_t row);
 void norm_row(const float *x, const float *weight, float eps, int columns, float *y);
 void silu_mul_row(const float *gate, const float *up, float *y, int count);
 void product(const struct matrix *w, int tile, const struct rows *x, int row, int count, float (*out)[TILE_ROWS]);
+/* What products of some tiles read: at most MAX_READINGS / 2. */
+int tile_readings(const struct matrix *w, int tile, int count, struct reading *readings);
 void weight_row(const struct matrix *w, int row, float *out);
 void rope_heads(const struct model *m, const struct layer *l, float *qkv, float *q, int position, int block,
                 int kv_head);

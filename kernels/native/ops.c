@@ -36,7 +36,7 @@ static void product_piece(void *context, int phase, int piece, int thread) {
 EXPORT void headrace_product(struct pool *pool, const struct matrix *w, const struct rows *x, int num_rows, float *y,
                       int64_t stride) {
     struct product_call call = {w, x, y, stride, num_rows, 4};
-    struct task task = {product_pieces, product_piece, &call, 1};
+    struct task task = {product_pieces, product_piece, &call, 1, NULL};
     pool_run(pool, &task);
 }
 

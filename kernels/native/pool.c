@@ -22,12 +22,20 @@
 #define RELAX() ((void)0)
 #endif
 
+#define PARTS_AHEAD 32 /* small enough that a processor does not drop what it cannot fetch at once */
+
 #define OVER 0xffffu /* where a share ends once the task has no more phases */
 
 /* Sequence number of the phase (32 bits), the end of the share (16), its next run of pieces to hand out (16). In one
    word, since a thread must not judge a run of one phase by the share of another. */
 struct share {
     _Alignas(64) _Atomic uint64_t ticket;
+};
+
+/* What a thread will read next, and how many parts of all that it has fetched. */
+struct reader {
+    struct reading readings[MAX_READINGS];
+    int num_readings, num_parts;
 };
 
 struct pool {
@@ -84,10 +92,22 @@ static void open_phase(struct pool *p, uint32_t phase) {
     }
 }
 
-static void wait_for_other_than(struct pool *p, uint32_t phase, int thread) {
+/* Another part of what will be read. Where that lay may be gone by now, which a prefetch does not mind. */
+static void fetch_some(struct reader *r) {
+    if (r->num_parts == PARTS_AHEAD) return;
+    for (int i = 0; i < r->num_readings; i++) {
+        int64_t bytes = r->readings[i].num_bytes / PARTS_AHEAD;
+        const char *start = (const char *)r->readings[i].start + r->num_parts * bytes;
+        for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch(start + at);
+    }
+    r->num_parts++;
+}
+
+static void wait_for_other_than(struct pool *p, uint32_t phase, int thread, struct reader *reader) {
     _Atomic uint64_t *ticket = &p->shares[thread].ticket;
     int64_t until = 0;
     for (int i = 1; phase_of(atomic_load_explicit(ticket, memory_order_acquire)) == phase; i++) {
+        fetch_some(reader);
         RELAX();
         if (i % 64) continue;
         int64_t now = now_ns();
@@ -119,7 +139,7 @@ static int take_run(struct share *share, uint64_t *ticket) {
 
 /* Runs what is left of a share, but of another's one run only, since its owner is quicker with what follows; 0 if
    nothing is. What is done is told at the end: before that the phase is not over, whoever holds a run of it. */
-static int run_share(struct pool *p, int owner, int thread) {
+static int run_share(struct pool *p, int owner, int thread, struct reader *reader) {
     uint64_t ticket, last = 0;
     uint32_t done = 0;
     while ((done == 0 || owner == thread) && take_run(&p->shares[owner], &ticket)) {
@@ -127,23 +147,29 @@ static int run_share(struct pool *p, int owner, int thread) {
         last = ticket;
         done++;
     }
+    if (done && owner == thread && p->task->ahead) {
+        reader->num_readings =
+            p->task->ahead(p->task->context, (int)(phase_of(last) - p->first_phase), thread, reader->readings);
+        reader->num_parts = 0;
+        fetch_some(reader);
+    }
     uint32_t runs = p->num_runs;
     if (done && atomic_fetch_add(&p->num_done, done) + done == runs) open_phase(p, phase_of(last) + 1);
     return done > 0;
 }
 
-static int run_some(struct pool *p, int thread) {
+static int run_some(struct pool *p, int thread, struct reader *reader) {
     for (int i = 0; i < p->num_threads; i++)
-        if (run_share(p, (thread + i) % p->num_threads, thread)) return 1;
+        if (run_share(p, (thread + i) % p->num_threads, thread, reader)) return 1;
     return 0;
 }
 
 /* Takes pieces until the present task is over; the number of the phase after its last one. */
-static uint32_t work(struct pool *p, int thread) {
+static uint32_t work(struct pool *p, int thread, struct reader *reader) {
     for (;;) {
         uint64_t own = atomic_load(&p->shares[thread].ticket);
         if (end_of(own) == OVER) return phase_of(own);
-        if (!run_some(p, thread)) wait_for_other_than(p, phase_of(own), thread);
+        if (!run_some(p, thread, reader)) wait_for_other_than(p, phase_of(own), thread, reader);
     }
 }
 
@@ -155,8 +181,11 @@ struct start {
 static void *run_thread(void *argument) {
     struct start start = *(struct start *)argument;
     free(argument);
-    while (!atomic_load(&start.pool->stopping))
-        wait_for_other_than(start.pool, work(start.pool, start.thread), start.thread);
+    struct reader reader = {.num_parts = PARTS_AHEAD};
+    while (!atomic_load(&start.pool->stopping)) {
+        uint32_t over = work(start.pool, start.thread, &reader);
+        wait_for_other_than(start.pool, over, start.thread, &reader);
+    }
     return NULL;
 }
 
@@ -166,7 +195,8 @@ void pool_run(struct pool *p, const struct task *task) {
     p->task = task;
     p->first_phase = phase;
     open_phase(p, phase);
-    work(p, 0);
+    struct reader reader = {.num_parts = PARTS_AHEAD};
+    work(p, 0, &reader);
 }
 
 int pool_num_threads(const struct pool *p) { return p->num_threads; }

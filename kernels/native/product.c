@@ -267,6 +267,24 @@ void product(const struct matrix *w, int tile, const struct rows *x, int row, in
     }
 }
 
+int tile_readings(const struct matrix *w, int tile, int count, struct reading *readings) {
+    int64_t elements = (int64_t)TILE_ROWS * w->columns, groups = elements / GROUP, first = tile * groups;
+    const char *codes = w->codes;
+    if (is_dense(w)) {
+        int64_t bytes = elements * (w->format == F32 ? 4 : 2);
+        readings[0] = (struct reading){codes + tile * bytes, count * bytes};
+        return 1;
+    }
+    int kind = types[w->format].kind, bits = types[w->format].bits, n = 0;
+    int64_t bytes = elements * (bits == 8 ? 8 : bits <= 3 ? 2 : 4) / 8;
+    readings[n++] = (struct reading){codes + tile * bytes, count * bytes};
+    if (kind == BY_GROUP || kind == BY_GROUP_CENTRED) {
+        readings[n++] = (struct reading){w->d + first, count * groups * 2};
+        if (kind == BY_GROUP) readings[n++] = (struct reading){w->m + first, count * groups * 2};
+    }
+    return n;
+}
+
 /* The integer of a weight in a group of its tile. */
 static int code_at(const struct matrix *w, int64_t group, int lane, int column) {
     const uint8_t *codes = w->codes, *high = w->high;

@@ -103,7 +103,7 @@ EXPORT void headrace_sample(struct pool *pool, const struct sampling_row *rows, 
     struct call call = {rows, sampled, scratch, NULL, NULL, num_rows, vocab_size, num_chunks(vocab_size)};
     call.drawn = (struct candidate *)(call.drawings + num_rows);
     call.scratch = (float *)(call.drawn + (int64_t)num_rows * call.num_chunks);
-    struct task task = {prepare, run, &call, 2};
+    struct task task = {prepare, run, &call, 2, NULL};
     pool_run(pool, &task);
     for (int i = 0; i < num_rows; i++) {
         if (rows[i].temperature != 0.0f)
