@@ -218,6 +218,7 @@ INLINE void dense(const struct matrix *w, int tile, const struct rows *x, int ro
         for (int t = 0; t < count; t++) acc[t] = vf_set(0.0f);
         for (int c = 0; c < w->columns; c++) {
             int64_t at = first + (int64_t)c * TILE_ROWS + lane;
+            if (lane == 0) __builtin_prefetch((const char *)w->codes + at * (format == F32 ? 4 : 2) + PREFETCH_BYTES);
             vf column = format == F32   ? vf_load((const float *)w->codes + at)
                         : format == F16 ? vf_load_half((const uint16_t *)w->codes + at)
                                         : vf_load_bf16((const uint16_t *)w->codes + at);
