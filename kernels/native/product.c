@@ -76,7 +76,9 @@ INLINE void prefetch_group(const struct matrix *w, int64_t group, int bits, int 
     int bytes = bits <= 3 ? 128 : bits == 8 ? 512 : 256;
     const char *codes = (const char *)w->codes + group * bytes + PREFETCH_BYTES;
     for (int i = 0; i < bytes; i += 64) __builtin_prefetch(codes + i);
-    int64_t scales = (group + PREFETCH_BYTES / bytes) * TILE_ROWS;
+    int64_t ahead = group + PREFETCH_BYTES / bytes, scales = ahead * TILE_ROWS;
+    if (bits == 3 || bits == 5) __builtin_prefetch((const char *)w->high + ahead * 64);
+    for (int i = 0; bits == 6 && i < 128; i += 64) __builtin_prefetch((const char *)w->high + ahead * 128 + i);
     if (kind == BY_GROUP || kind == BY_GROUP_CENTRED) __builtin_prefetch(w->d + scales);
     else __builtin_prefetch(w->sub + scales * (kind == BY_SUB_GROUP ? 1 : 2));
     if (kind == BY_GROUP) __builtin_prefetch(w->m + scales);
