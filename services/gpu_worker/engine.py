@@ -6,12 +6,12 @@ because every op's rows are independent (see `kernels/`) and sampling looks at o
 
 from __future__ import annotations
 
-import contextlib
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import replace
 from pathlib import Path
+from types import TracebackType
 from typing import Protocol
 
 import torch
@@ -153,15 +153,27 @@ def _opened(
     return source, lambda length: Decoder(source.config, load_weights(source, progress), length)
 
 
-@contextlib.contextmanager
-def memory_errors() -> Iterator[None]:
+class _MemoryErrors:
+    """No generator: it is entered in every step, with cold caches."""
+
+    def __enter__(self) -> None:
+        return
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if isinstance(error, RuntimeError) and (
+            isinstance(error, torch.OutOfMemoryError) or any(words in str(error) for words in _NO_MEMORY)
+        ):
+            raise MemoryError(str(error).splitlines()[0]) from None
+
+
+_MEMORY_ERRORS = _MemoryErrors()
+
+
+def memory_errors() -> _MemoryErrors:
     """MemoryError for what torch, libraries and drivers say in other ways, some by the text of a RuntimeError."""
-    try:
-        yield
-    except RuntimeError as e:
-        if isinstance(e, torch.OutOfMemoryError) or any(words in str(e) for words in _NO_MEMORY):
-            raise MemoryError(str(e).splitlines()[0]) from None
-        raise
+    return _MEMORY_ERRORS
 
 
 def context_length(config: ModelConfig, asked: int | None, windows: bool = False) -> int:

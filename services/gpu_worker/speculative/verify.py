@@ -59,6 +59,8 @@ def drawn_by_chunk(chunks: Seq[Chunk], sample_chunks: Seq[int], tokens: Seq[Samp
 
 
 def _accepted(chunk: Chunk, tokens: Seq[SampledToken | None]) -> Drawn:
+    if len(tokens) == 1 and tokens[0] is not None:  # nearly always
+        return (tokens[0],)
     drawn: list[SampledToken] = []
     expected = [*(token.token_id for token in tokens[: len(chunk.scored)] if token), *chunk.draft_ids, -1]
     for token, expected_id in zip(tokens, expected, strict=False):
