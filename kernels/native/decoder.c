@@ -135,49 +135,6 @@ static void gate_up_piece(const struct decoder *d, const struct layer *l, int un
     }
 }
 
-static void rope_head(struct decoder *d, const struct layer *l, int row, int kv_head) {
-    rope_heads(d->m, l, d->qkv + row * qkv_stride(d), d->q + row * q_stride(d), d->step->positions[row],
-               d->step->row_blocks[row], kv_head);
-}
-
-static void rope(struct decoder *d, const struct layer *l, struct range r) {
-    for (int i = r.first; i < r.end; i++)
-        for (int head = 0; head < d->m->num_kv_heads; head++) rope_head(d, l, i, head);
-}
-
-/* Where a span is one item, its pieces turn their own heads: nobody else reads what they write. */
-static int turns_in_attention(const struct decoder *d) { return d->num_items == d->step->num_spans; }
-
-/* The keys and values that a piece reads first. */
-static void foresee(const struct decoder *d, const struct layer *l, int piece) {
-    const struct item *item = d->items + piece / d->m->num_kv_heads;
-    const struct span *span = d->step->spans + item->span;
-    attend_soon(d->m, l, d->step, span, span->first_position + item->first + item->count, piece % d->m->num_kv_heads);
-}
-
-static void attend_piece(struct decoder *d, const struct layer *l, int piece, int thread) {
-    const struct model *m = d->m;
-    const struct item *item = d->items + piece / m->num_kv_heads;
-    const struct span *span = d->step->spans + item->span;
-    int kv_head = piece % m->num_kv_heads, row = span->first_row + item->first;
-    if (piece + 1 < d->num_items * m->num_kv_heads) foresee(d, l, piece + 1);
-    for (int i = row; turns_in_attention(d) && i < row + item->count; i++) rope_head(d, l, i, kv_head);
-    attend(m, l, d->step, span, item->first, item->count, kv_head, d->q + row * q_stride(d),
-           d->mixed.x + row * d->mixed.stride, d->mixed.stride,
-           d->attend_scratch + thread * up_to(attend_scratch_floats(m), 16));
-    int width = m->num_heads / m->num_kv_heads * m->head_dim;
-    if (is_dense(&l->out.parts[0]) || width % GROUP) return;
-    for (int i = row; i < row + item->count; i++)
-        for (int g = kv_head * width / GROUP; g < (kv_head + 1) * width / GROUP; g++)
-            quantize_group(d->mixed.x + i * d->mixed.stride + g * GROUP, &d->mixed, i, g);
-}
-
-/* Where a KV head's outputs are no whole groups, rows are quantised once all heads are there. */
-static void quantize_mixed(struct decoder *d, const struct layer *l) {
-    if (is_dense(&l->out.parts[0]) || d->m->num_heads / d->m->num_kv_heads * d->m->head_dim % GROUP == 0) return;
-    for (int i = 0; i < d->step->num_rows; i++) quantize_row(d->mixed.x + i * d->mixed.stride, &d->mixed, i);
-}
-
 /* --- the phases ------------------------------------------------------------------------------------------------- */
 
 /* Phase 0 embeds; then the layers'; then the final norm, the output head and the choice. */
@@ -199,7 +156,7 @@ static void row_phase(struct decoder *d, int phase, struct range r) {
             else norm(d, l->attn_norm, is_quantised(&l->qkv), NULL, r);
             break;
         case NORM_FFN: norm(d, l->ffn_norm, is_quantised(&l->gate) || is_quantised(&l->up), NULL, r); break;
-        default: rope(d, l, r);
+        default: turn_rows(d, l, r.first, r.end);
     }
 }
 

@@ -72,6 +72,14 @@ void free_buffers(struct decoder *d);
 /* Cuts the step's spans into items. */
 void cut_spans(struct decoder *d);
 
+/* attend_pieces.c */
+/* Where a span is one item, its pieces turn their own heads: nobody else reads what they write. */
+int turns_in_attention(const struct decoder *d);
+void turn_rows(struct decoder *d, const struct layer *l, int first, int end);
+void attend_piece(struct decoder *d, const struct layer *l, int piece, int thread);
+/* Where a KV head's outputs are no whole groups, rows are quantised once all heads are there. */
+void quantize_mixed(struct decoder *d, const struct layer *l);
+
 /* decoder.c */
 struct decoder *decoder_new(const struct model *m, struct pool *pool);
 void decoder_free(struct decoder *d);
