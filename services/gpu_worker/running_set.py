@@ -5,9 +5,9 @@ order of the plan stream, before a step begins. Refuses instead of raising: what
 - A change of a lower run term than the highest `TakeOver` is ignored, one of another epoch too. An `Admit` under an
   older pool term is refused; other changes under it are ignored, since the scheduler asks for the whole running state
   when a pool's term has changed.
-- No block gets two writers. A cached prefix must be sealed here under the keys of these very tokens; every other block
-  handed over must be free here. What a refused `Extend` or `Remap` was for ends as refused, for then the scheduler
-  and the worker disagree about its blocks, and a new place is the way to agree again.
+- No block gets two writers (see `block_changes`). A cached prefix must be sealed here under the keys of these very
+  tokens; every other block handed over must be free here. What a refused `Extend` or `Remap` was for ends as refused,
+  for then the scheduler and the worker disagree about its blocks, and a new place is the way to agree again.
 
 Knows no Redis, no clock and no engine. Not thread-safe: the engine loop's lock guards it.
 """
@@ -33,6 +33,7 @@ from services.gpu_worker.admission import (
     why_refused,
 )
 from services.gpu_worker.batch import AnswerFailed, Chunk, Drafter, Drawn, EngineInfo, Sequence
+from services.gpu_worker.block_changes import BlockChanges
 from services.gpu_worker.block_map import BlockMap
 from services.gpu_worker.commits import Ledger, Place
 from services.gpu_worker.composer import Budget, compose
@@ -91,6 +92,7 @@ class RunningSet:
         self.budget = capacity
         self.drafting = Drafting(drafter, info, self.blocks, self._take_spare)
         self.starved: frozenset[str] = frozenset()
+        self._block_changes = BlockChanges(self.blocks, self.sealed, self.outbox, self.counts)
         self._capacity = capacity
         self._validate = validate
         self._seals_blocks = enable_prefix_caching
@@ -212,48 +214,16 @@ class RunningSet:
 
     def _change_blocks(self, message: Extend | Remap | Reclaim) -> None:
         if isinstance(message, Reclaim):
-            self.blocks.spares.difference_update(message.block_ids)
-            self.outbox.touch()  # those that are still listed, or taken, tell which came too late
+            self._block_changes.reclaim(message)
             return
         if isinstance(message, Extend) and not message.sid:
-            self._grant(message)
+            self._block_changes.grant(message)
             return
         seq = self._current(message.sid, message.epoch)
-        if seq is None:
-            return
-        if not (self._remap(seq, message) if isinstance(message, Remap) else self._extend(seq, message)):
+        if seq is not None and not self._block_changes.apply(seq, message):
             log.warning("%s ends: %s cannot be applied to its blocks", seq.sid, message.TAG)
             self.ledger.close(seq, None)
             self._remove(seq, "refused")
-
-    def _grant(self, message: Extend) -> None:
-        for block_id in message.block_ids:
-            if self.blocks.is_free(block_id):
-                self.sealed.forget([block_id])
-                self.blocks.spares.add(block_id)
-            elif block_id not in self.blocks.spares:
-                self.counts["refused_spares"] += 1
-                log.warning("block %s of a spare grant is another's", block_id)
-
-    def _extend(self, seq: Sequence, message: Extend) -> bool:
-        new = [b for b in dict.fromkeys(message.block_ids) if b not in seq.block_ids]  # the rest is a repeat
-        if not all(map(self.blocks.is_free, new)):
-            return False
-        self.sealed.forget(new)
-        self.blocks.hold(seq.sid, new)
-        seq.block_ids += new
-        return True
-
-    def _remap(self, seq: Sequence, message: Remap) -> bool:
-        index, new = message.index, message.block_id
-        if not 0 <= index < seq.num_sealed or self.sealed.key_of(new) != seq.keys[index] or new in self.blocks.spares:
-            return False
-        old = seq.block_ids[index]
-        if old != new:
-            self.blocks.release(seq.sid, [old])
-            self.blocks.hold(seq.sid, [new])
-            seq.block_ids[index] = new
-        return True
 
     # --- steps -------------------------------------------------------------------------------------------------------
 
