@@ -1,6 +1,7 @@
 /* Guesses of a head that drafts, chains of all places in one call: what is drawn at a place is read at the next. */
 #include <math.h>
 #include <stdlib.h>
+#include <time.h>
 
 #include "decoder.h"
 #include "sampling.h"
@@ -165,20 +166,28 @@ static int next_place(struct decoder *d, const struct chains *c, struct place *p
     return going;
 }
 
-/* 0, or -1 where there is no memory. */
-int decoder_chains(struct decoder *d, const struct chains *c) {
+static double now_s(void) {
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
+}
+
+int decoder_chains(struct decoder *d, struct chains *c) {
     const struct head *h = c->head;
     struct place p;
     if (!reserve_made(d, h, c->first->num_rows) || !new_place(&p, c->first)) return -1;
     p.step.inputs = d->made;
     int result = 0;
+    double first_s = 0.0;
     for (int place = 0; !result; place++) {
         if (place == 0) make_rows(d, h, &p.step, c->taps);
         else if (h->reads_embedding) make_rows(d, h, &p.step, NULL);
         else finish_rows(&(struct making){.d = d, .h = h}, 0, p.step.num_rows);
         result = decoder_step(d, &p.step);
+        if (place == 0) first_s = now_s();
         if (result || !next_place(d, c, &p, place)) break;
     }
+    c->later_s = now_s() - first_s;
     free(p.chains);
     return result;
 }

@@ -61,7 +61,7 @@ void fuse(struct decoder *d, const struct layer *l, int first, int end);
 void tap(struct decoder *d, int layer);
 
 /* chains.c: 0, or -1 where there is no memory. */
-int decoder_chains(struct decoder *d, const struct chains *c);
+int decoder_chains(struct decoder *d, struct chains *c);
 
 /* buffers.c: so many bytes, or rows, from `at` on, which moves behind them. */
 void *take(char **at, int64_t bytes);

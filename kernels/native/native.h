@@ -126,6 +126,7 @@ struct chains {
     int32_t *token_ids;       /* [num_spans][num_places]: left as they are behind the last guess */
     float *logprobs;          /* [num_spans][num_places]: what the head gave each */
     int32_t num_places, reserved;
+    double later_s;           /* told: what all places but the first took, which reads the rows of all known tokens */
 };
 
 /* Memory that somebody will read soon. */

@@ -85,7 +85,7 @@ EXPORT int headrace_runner_run(struct runner *r, const struct step *step) {
 }
 
 /* The same of all places of a head's chains. */
-EXPORT int headrace_runner_chains(struct runner *r, const struct chains *c) {
+EXPORT int headrace_runner_chains(struct runner *r, struct chains *c) {
     r->decoder->runner = NULL;
     int result = decoder_chains(r->decoder, c);
     r->decoder->runner = r;

@@ -89,7 +89,7 @@ class Chains(ctypes.Structure):
     _fields_: ClassVar[_Fields] = [
         ("head", POINTER(Head)), ("first", POINTER(Step)),
         *((name, c_void_p) for name in ("taps", "counts", "token_ids", "logprobs")),
-        ("num_places", c_int32), ("reserved", c_int32),
+        ("num_places", c_int32), ("reserved", c_int32), ("later_s", c_double),
     ]  # fmt: skip
 
 

@@ -29,6 +29,7 @@ LAYOUT = "block-head-16slot-dim-k"  # of the KV cache, see `struct layer` in ker
 KV_DTYPES: Mapping[str, type[np.float16 | np.int8]] = {"auto": np.float16, "float16": np.float16, "int8": np.int8}
 
 Array = np.ndarray[Any, Any]
+Chain = list[tuple[int, float]]  # guesses, each with the log-probability that the head gave it
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +102,7 @@ class NativeRun:
         self._check(failed)
         return list(self.drawn)
 
-    def guess(self, head: Head, taps: Seq[torch.Tensor], counts: Seq[int]) -> list[list[tuple[int, float]]]:
+    def guess(self, head: Head, taps: Seq[torch.Tensor], counts: Seq[int]) -> tuple[list[Chain], float]:
         """See `NativeDecoder.guess`."""
         num, places = len(counts), max(1, *counts)
         ids, logprobs = (c_int32 * (num * places))(*[-1] * (num * places)), (c_float * (num * places))()
@@ -112,7 +113,8 @@ class NativeRun:
         )  # fmt: skip
         self._check(self._library.runner_chains(self._runner, ctypes.byref(chains)))
         pairs = list(zip(ids, logprobs, strict=True))
-        return [[p for p in pairs[n * places : n * places + count] if p[0] >= 0] for n, count in enumerate(counts)]
+        found = [[p for p in pairs[n * places : n * places + count] if p[0] >= 0] for n, count in enumerate(counts)]
+        return found, chains.later_s
 
     def _check(self, failed: int) -> None:
         if failed:
@@ -190,9 +192,9 @@ class NativeDecoder:
 
     def guess(
         self, inputs: NativeInputs, head: Head, taps: Seq[torch.Tensor], counts: Seq[int]
-    ) -> list[list[tuple[int, float]]]:
-        """As the layer of a head that drafts: chains of so many tokens of each of the inputs' sequences, with what the
-        head gave them; shorter where it comes to no number. Not while steps are under way.
+    ) -> tuple[list[Chain], float]:
+        """As the layer of a head that drafts: chains of so many tokens of each of the inputs' sequences, shorter where
+        it comes to no number; and the seconds that all places but the first took. Not while steps are under way.
 
         taps: float32 [rows, ...], contiguous: what the head reads for a sequence's rows. Each has a sample, its last
         row, and blocks for what is guessed too."""

@@ -30,6 +30,8 @@ FEW_ROWS = 8  # of a sequence, that a step with drafts leaves
 
 
 class Head(Protocol):
+    later_s: float  # of the latest call: what all tokens but the first of each took
+
     def guess(self, wanted: Seq[Wanted]) -> list[list[Guess]]: ...
 
 
@@ -92,7 +94,8 @@ class HeadProposer:
         self._head = head
         self._size = block_size
         self._clock = clock
-        self._cost = RowCost()
+        self._first_cost = RowCost()  # of the first guess of so many, or of so many rows that are read
+        self._later_cost = RowCost()  # of each that follows
         self._blocks = DraftBlocks()
         self.max_drafts = MAX_SPECULATIVE_TOKENS
         self._read: dict[str, _Read] = {}
@@ -131,10 +134,12 @@ class HeadProposer:
         return max(1, len(seq.token_ids) - 1 - read.num_read)
 
     def seconds(self, num_sequences: int, num_drafts: int) -> float:
-        return num_drafts * self._cost.seconds(num_sequences)
+        """A later guess finds the head's weights in a cache; until one was made it counts as half of a first."""
+        first_s, later_s = self._first_cost.seconds(num_sequences), self._later_cost.seconds(num_sequences)
+        return first_s + (num_drafts - 1) * (later_s or first_s / 2)
 
     def catch_up_seconds(self, num_tokens: int) -> float:
-        return self._cost.seconds(num_tokens)
+        return self._first_cost.seconds(num_tokens)
 
     def propose(self, sequences: Seq[Sequence], most: Seq[int], num_tokens: int) -> list[Proposal]:
         found: list[Proposal] = [NOTHING] * len(sequences)
@@ -190,9 +195,10 @@ class HeadProposer:
             read.num_noted += 1
 
     def _learn_cost(self, wanted: Seq[Wanted], seconds: float) -> None:
-        """Of a place after the other, or of a text that is read."""
+        """Of guesses one after the other, or of a text that is read. What is done around them is the first one's."""
         num_rows, places = sum(len(own.taps) for own in wanted), max(1, *(own.count for own in wanted))
-        if num_rows > FEW_ROWS * len(wanted):
-            self._cost.observe(num_rows, seconds)
-        else:
-            self._cost.observe(len(wanted), seconds / places)
+        is_long = num_rows > FEW_ROWS * len(wanted)
+        later_s = min(seconds, self._head.later_s) if places > 1 else 0.0
+        self._first_cost.observe(num_rows if is_long else len(wanted), seconds - later_s)
+        if places > 1:
+            self._later_cost.observe(len(wanted), later_s / (places - 1))

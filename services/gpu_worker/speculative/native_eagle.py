@@ -139,7 +139,8 @@ class NativeEagle:
         block_size: int, max_model_len: int,
     ) -> None:  # fmt: skip
         self.config = config
-        self._weights = weights
+        self.later_s = 0.0
+        self._weights = weights  # which the native code points to
         self._block_size = block_size
         library, pool = target.native
         self._decoder = NativeDecoder(
@@ -151,7 +152,7 @@ class NativeEagle:
     def guess(self, wanted: Seq[Wanted]) -> list[list[Guess]]:
         """Tokens that may follow each; fewer than asked for where the head has come to no number."""
         taps, counts = [own.taps for own in wanted], [own.count for own in wanted]
-        found = self._decoder.guess(self._inputs(wanted), self._head, taps, counts)
+        found, self.later_s = self._decoder.guess(self._inputs(wanted), self._head, taps, counts)
         return [[Guess(*each) for each in own] for own in found]
 
     def _inputs(self, wanted: Seq[Wanted]) -> NativeInputs:

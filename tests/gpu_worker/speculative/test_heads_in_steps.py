@@ -81,6 +81,7 @@ class Oracle:
 
     def __init__(self, answers: list[list[int]]) -> None:
         self.answers = answers
+        self.later_s = 0.0
 
     def guess(self, wanted: list[Wanted]) -> list[list[Guess]]:
         found = []
@@ -217,3 +218,26 @@ def test_heads_are_loaded_as_the_configuration_names_them(tmp_path: Path) -> Non
     assert wrong is not None
     with pytest.raises(ConfigError, match=r"speculative_config: model: draft_vocab_size"):
         wrong.block_bytes()
+
+
+def test_a_first_guess_and_those_behind_it_have_costs_of_their_own() -> None:
+    """The head says what the later ones took; the rest, with all that is done around them, is the first's."""
+    now_s = [0.0]
+
+    class Slow(Oracle):
+        def guess(self, wanted: list[Wanted]) -> list[list[Guess]]:
+            places = max(own.count for own in wanted)
+            self.later_s = 0.001 * (places - 1)
+            now_s[0] += 0.004 + self.later_s
+            return super().guess(wanted)
+
+    proposer = HeadProposer(Slow([list(range(60))]), 4, lambda: now_s[0])
+    seq = sequence(6, list(range(20)), [])
+    proposer.take(*rows(seq, 0, 5))
+    proposer.propose([seq], [1], 100)
+    assert [proposer.seconds(1, n) for n in (1, 3)] == pytest.approx([0.004, 0.008])
+    for count in (3, 2):
+        seq.token_ids.append(len(seq.token_ids))
+        proposer.take(*rows(seq, len(seq.token_ids) - 2, 1))
+        proposer.propose([seq], [count], 100)
+        assert [proposer.seconds(1, n) for n in (1, 2, 5)] == pytest.approx([0.004, 0.005, 0.008])
