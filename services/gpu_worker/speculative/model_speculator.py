@@ -32,7 +32,9 @@ UNKNOWN_CHANCE = 0.6  # of a guess, before any was compared
 CATCH_UP_SHARE = 0.25  # of the longest step, before one
 MIN_CATCH_UP_TOKENS = 16
 MAX_CATCH_UP_TOKENS = 512
-MAX_FAILURES = 3  # one after the other: nothing is guessed any more
+MAX_FAILURES = 3  # one after the other: nothing is guessed for REST_S, and after each more for twice as long
+REST_S = 10.0
+LONGEST_REST_S = 3600.0
 
 
 @dataclass(slots=True)
@@ -69,6 +71,7 @@ class ModelSpeculator:
         self._drafted: list[_Followed] = []  # in the latest step
         self._spent_s = 0.0  # before it
         self._num_failures = 0
+        self._rests_until = 0.0  # the proposer, by the clock
         self._left: deque[Sequence] = deque()  # some while others are guessed for
 
     def forget(self, seq: Sequence) -> None:
@@ -110,7 +113,7 @@ class ModelSpeculator:
         """How many tokens to guess for each."""
         counts = [0] * len(sequences)
         able = {i: n for i, n in enumerate(map(self._most, sequences, most)) if n}
-        if not able or self._num_failures >= MAX_FAILURES or not self.purse.may_draft:
+        if not able or self._rests or not self.purse.may_draft:
             return counts
         survivals = [self._follow(sequences[i]).by_place.survival(range(n)) for i, n in able.items()]
         length = self._length(survivals, num_sampled, num_rows, num_free)
@@ -119,6 +122,10 @@ class ModelSpeculator:
         if self.purse.may_try:
             counts[min(able, key=lambda i: self._proposer.num_behind(sequences[i]))] = 1
         return counts
+
+    @property
+    def _rests(self) -> bool:
+        return self._num_failures >= MAX_FAILURES and self._clock() < self._rests_until
 
     def _most(self, seq: Sequence, allowed: int) -> int:
         if not allowed or len(seq.token_ids) < self._follow(seq).held_until:
@@ -154,14 +161,20 @@ class ModelSpeculator:
             proposals = self._proposer.propose(sequences, counts, self._num_catch_up())
             self._num_failures = 0
         except Exception:
-            self._num_failures += 1
-            log.warning("no guesses: the draft model failed, %d times now", self._num_failures, exc_info=True)
             proposals = [NOTHING] * len(sequences)
-            self._hold([followed for followed, _ in self._asked])
+            self._proposer_failed()
         self._spent_s = self._clock() - started
         self.purse.pay(self._spent_s)
         for (followed, _), proposal in zip(self._asked, proposals, strict=True):
             followed.proposal = proposal
+
+    def _proposer_failed(self) -> None:
+        self._num_failures += 1
+        log.warning("no guesses: the draft model failed, %d times now", self._num_failures, exc_info=True)
+        self._hold([followed for followed, _ in self._asked])
+        if self._num_failures >= MAX_FAILURES:
+            rest_s = min(LONGEST_REST_S, REST_S * 2.0 ** (self._num_failures - MAX_FAILURES))
+            self._rests_until = self._clock() + rest_s
 
     def _num_catch_up(self) -> int:
         """Tokens before one step, so that nobody waits long for the text of another to be read."""

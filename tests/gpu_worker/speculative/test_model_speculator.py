@@ -12,7 +12,7 @@ import pytest
 
 from services.gpu_worker.batch import Chunk, SampledToken, Sequence
 from services.gpu_worker.speculative import model_speculator
-from services.gpu_worker.speculative.model_speculator import MAX_FAILURES, ModelSpeculator
+from services.gpu_worker.speculative.model_speculator import MAX_FAILURES, REST_S, ModelSpeculator
 from services.gpu_worker.speculative.proposer import NOTHING, Proposal
 from services.gpu_worker.speculative.row_cost import RowCost
 from services.gpu_worker.speculative.speculator import HELD_TOKENS
@@ -222,10 +222,17 @@ def test_who_has_no_guesses_waits_a_tenth_longer_at_most_for_those_of_another() 
     assert sum(map(sum, simulation.drafted)) > 50
 
 
-def test_a_model_that_fails_fails_no_answer_and_is_not_asked_for_ever(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_model_that_fails_fails_no_answer_and_is_asked_more_and_more_rarely(caplog: pytest.LogCaptureFixture) -> None:
     simulation = Simulation(Guesses(failing=True))
     simulation.run([make_sequence()], HELD_TOKENS * (MAX_FAILURES + 2))
     assert len(simulation.guesses.asked) == MAX_FAILURES and caplog.text.count("draft model failed") == MAX_FAILURES
+    for number in range(1, 4):
+        simulation.guesses.now_s += REST_S * 2.0 ** (number - 1)
+        simulation.run([make_sequence(number)], HELD_TOKENS * 3)
+        assert len(simulation.guesses.asked) == MAX_FAILURES + number, "once after each rest, which is longer each time"
+    simulation.guesses.failing = False
+    simulation.guesses.now_s += REST_S * 8.0
+    assert simulation.run([make_sequence(9)], 2000) > 1.1, "a model that has come back is asked as before"
 
 
 def test_after_a_step_with_drafts_that_failed_there_are_none_for_a_while() -> None:
