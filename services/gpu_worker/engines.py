@@ -123,6 +123,11 @@ def _on_cpu(
     return TorchEngine.load(model, num_threads=num_threads, **settings)
 
 
+def cpu_kind(kind: str, cache_dir: Path) -> str:
+    """What `auto` comes to on this machine, for any model that the native engine can compute: torch without its ops."""
+    return "torch" if kind == "auto" and _library(cache_dir / "native", False, log.info) is None else kind
+
+
 def _library(folder: Path, needed: bool, say: Callable[[str], None]) -> NativeLibrary | None:
     try:
         return build.load(folder, say)

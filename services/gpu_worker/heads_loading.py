@@ -10,12 +10,19 @@ from services.gpu_worker.batch import Engine
 from services.gpu_worker.model.config import ConfigError
 from services.gpu_worker.model.native_decoder import block_bytes
 from services.gpu_worker.native_engine import NativeEngine
-from services.gpu_worker.speculative.head_config import drafting_layer, read_eagle, read_medusa
-from services.gpu_worker.speculative.head_proposer import HeadProposer
+from services.gpu_worker.planning import Beside, Limits, head_step_bytes
+from services.gpu_worker.speculative.head_config import (
+    EagleConfig,
+    MedusaConfig,
+    drafting_layer,
+    read_eagle,
+    read_medusa,
+)
+from services.gpu_worker.speculative.head_proposer import MAX_KEPT_ROWS, HeadProposer
 from services.gpu_worker.speculative.medusa_proposer import MedusaProposer
 from services.gpu_worker.speculative.native_eagle import NativeEagle, load_eagle
-from services.gpu_worker.speculative.native_medusa import NativeMedusa, load_medusa
-from services.gpu_worker.weights.head_files import CONFIG
+from services.gpu_worker.speculative.native_medusa import NativeMedusa, load_medusa, no_layers
+from services.gpu_worker.weights.head_files import CONFIG, HeadFiles
 from services.gpu_worker.weights.loader import open_source
 from services.gpu_worker.weights.safetensors import QUANTIZATION, json_object
 from services.gpu_worker.weights.source import WeightsError
@@ -37,17 +44,27 @@ class Heads:
 
     def block_bytes(self) -> int:
         """What each block of the target takes more."""
+        config = self._config()
+        return 0 if isinstance(config, MedusaConfig) else block_bytes(drafting_layer(config), self.block_size, "auto")
+
+    def _config(self) -> EagleConfig | MedusaConfig:
         target = open_source(self.target).config
         try:
             values = json_object(self.folder / CONFIG)
             values.pop(QUANTIZATION, None)  # what weights are stored in is no part of what is computed
-            if self.kind == "medusa":
-                read_medusa(values, target)
-                return 0
-            config = read_eagle(values, self.kind, target)
+            return read_medusa(values, target) if self.kind == "medusa" else read_eagle(values, self.kind, target)
         except (ConfigError, WeightsError) as e:
             raise ConfigError(f"{KEY}: {e}") from None
-        return block_bytes(drafting_layer(config), self.block_size, "auto")
+
+    def beside(self, limits: Limits) -> Beside:
+        """What they take beside the model, by their files' headers."""
+        config, weights = self._config(), HeadFiles(self.folder).num_bytes
+        if isinstance(config, MedusaConfig):
+            rows = limits.max_num_seqs * (1 + config.num_heads)
+            return Beside(weights, head_step_bytes(no_layers(config), limits, 1, rows), 0)
+        layer = drafting_layer(config)
+        step = head_step_bytes(layer, limits, len(config.tap_layers), MAX_KEPT_ROWS)
+        return Beside(weights, step, self.block_bytes())
 
     def load(self, engine: Engine) -> HeadProposer | MedusaProposer:
         """ConfigError where they cannot draft for it."""

@@ -68,6 +68,16 @@ class Plan:
         return concurrency * ceil(context / self.block_size) * self.block_bytes
 
 
+@dataclass(frozen=True, slots=True)
+class Beside:
+    """What heads that draft take beside a model: weights, a step's largest buffers with what is kept for the heads to
+    read, and of each block."""
+
+    weight_bytes: int
+    step_bytes: int
+    block_bytes: int
+
+
 def cpu_engine(config: ModelConfig, asked: str, limits: Limits) -> str:
     """What `engines.load_engine` would choose where there is a compiler."""
     if asked == "torch" or limits.kv_cache_dtype not in native_decoder.KV_DTYPES:
@@ -89,13 +99,15 @@ def cpu_block_bytes(config: ModelConfig, asked: str, limits: Limits) -> int:
     return block_bytes(config, limits.block_size, cache_dtype(limits.kv_cache_dtype))
 
 
-def plan_cpu(outline: Outline, limits: Limits, engine: str = "auto", draft: Outline | None = None) -> Plan:
+def plan_cpu(
+    outline: Outline, limits: Limits, engine: str = "auto", draft: Outline | None = None, beside: Beside | None = None
+) -> Plan:
     """draft: of a model that guesses, which has as many blocks. ValueError (ConfigError) for settings that the worker
     would refuse."""
     config = outline.config
     kind = cpu_engine(config, engine, limits)
     length = context_length(config, limits.max_model_len, windows=kind == "torch")
-    weights, step, size = 0, 0, 0
+    weights, step, size = (beside.weight_bytes, beside.step_bytes, beside.block_bytes) if beside else (0, 0, 0)
     for each in (outline, draft):
         if each is not None:
             size += cpu_block_bytes(each.config, engine, limits)
@@ -148,6 +160,14 @@ def _logit_rows(limits: Limits, length: int) -> tuple[int, int]:
     num_samples = min(limits.max_num_seqs, limits.max_num_batched_tokens)
     first = min(limits.max_num_batched_tokens - num_samples + 1, length)
     return num_samples, min(first - 1, MAX_SCORES)
+
+
+def head_step_bytes(layer: ModelConfig, limits: Limits, num_taps: int, num_kept_rows: int) -> int:
+    """layer: a head's own; num_taps: layers of the model that it reads, of a step under way, of one before and of
+    rows that are kept."""
+    rows = 2 * limits.max_num_batched_tokens + num_kept_rows
+    length = min(limits.max_model_len or layer.max_position_embeddings, layer.max_position_embeddings)
+    return _step_bytes(layer, limits, length) + 4 * rows * num_taps * layer.hidden_size
 
 
 def _step_bytes(config: ModelConfig, limits: Limits, length: int) -> int:

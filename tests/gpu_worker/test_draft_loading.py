@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from kernels.native import build
+from kernels.native.build import NoNativeOps
 from services.gpu_worker.draft_loading import Draft, draft_of
 from services.gpu_worker.drafters import make_drafter
 from services.gpu_worker.engine import TorchEngine
@@ -14,6 +16,7 @@ from services.gpu_worker.model.config import ConfigError
 from services.gpu_worker.speculative.model_speculator import ModelSpeculator
 from services.gpu_worker.speculative.speculator import Speculator
 from services.gpu_worker.speculative.vocab_map import MappedEngine
+from services.gpu_worker.weights.loader import open_source
 from shared import settings
 from shared.model_source import ModelSource
 from shared.settings import WorkerSettings
@@ -52,6 +55,35 @@ def test_both_pools_together_are_as_large_as_the_setting_says(tmp_path: Path) ->
     held = sum(t.numel() * t.element_size() for t in pools)
     block_bytes = held // (engine.info.num_blocks + 1)
     assert KV_BYTES - block_bytes < block_bytes * engine.info.num_blocks <= KV_BYTES
+
+
+def test_without_native_ops_its_blocks_are_counted_as_torch_holds_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source(tmp_path / "b", None)
+    text = json.dumps({"method": "draft_model", "model": str(tmp_path / "b")})
+    own = settings.load(WorkerSettings, {settings.variable("speculative_config"): text})
+
+    def no_ops(folder: Path, say: object) -> None:
+        raise NoNativeOps("there is no compiler")
+
+    native = draft_of(own, "native", 1, tmp_path, False)
+    monkeypatch.setattr(build, "load", no_ops)
+    draft = draft_of(own, "auto", 1, tmp_path, False)
+    assert draft is not None and native is not None
+    assert draft.block_bytes() == 2 * native.block_bytes(), "float32, and float16"
+
+
+def test_its_context_is_no_longer_than_the_served_one(tmp_path: Path) -> None:
+    source(tmp_path / "b", None)
+    longest = open_source(tmp_path / "b").config.max_position_embeddings
+    text = json.dumps({"method": "draft_model", "model": str(tmp_path / "b")})
+    for asked, want in ((40, 40), (2 * longest, longest), (0, longest)):
+        changes = {"speculative_config": text, "max_model_len": str(asked)}
+        own = settings.load(WorkerSettings, {settings.variable(name): value for name, value in changes.items()})
+        target = load_torch(tmp_path / "b", kv_cache_bytes=KV_BYTES, block_size=own.block_size)
+        draft = draft_of(own, "torch", 1, tmp_path, False)
+        assert draft is not None and draft.load(draft.source, target.info).info.max_model_len == want
 
 
 def test_other_words_are_mapped_and_too_few_of_them_are_refused(tmp_path: Path) -> None:

@@ -15,13 +15,17 @@ from kernels.packed_weight import PackedWeight, packed_bytes
 from services.gpu_worker.commands import plan as command
 from services.gpu_worker.engine import TorchEngine
 from services.gpu_worker.gpu_engine import GpuEngine, StepLimits
+from services.gpu_worker.heads_loading import Heads
 from services.gpu_worker.model.parameters import parameters
 from services.gpu_worker.native_engine import NativeEngine
 from services.gpu_worker.planning import Limits, plan_card, plan_cpu
+from services.gpu_worker.speculative.head_proposer import MAX_KEPT_ROWS
+from services.gpu_worker.speculative.medusa_proposer import MedusaProposer
 from services.gpu_worker.weights.loader import open_source
 from services.gpu_worker.weights.outline import outline
 from tests.gpu_worker.any_engine import AnyEngine, load_native, load_torch
 from tests.gpu_worker.gguf_files import write_gguf
+from tests.gpu_worker.head_models import load_tiny, published, published_medusa
 from tests.gpu_worker.quantized_folders import quantize
 from tests.gpu_worker.test_default_model import model_path
 from tests.gpu_worker.test_gpu_engine import MadeUpCard
@@ -63,6 +67,27 @@ def test_a_draft_model_is_counted_as_its_engine_holds_it(tmp_path: Path) -> None
     assert both.step_bytes == alone.step_bytes + other.step_bytes
     assert both.block_bytes == alone.block_bytes + other.block_bytes
     assert both.num_blocks == (2 << 20) // both.block_bytes < min(alone.num_blocks, other.num_blocks)
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "eagle", "medusa"])
+def test_heads_are_counted_with_their_blocks_and_what_is_kept_for_them(tmp_path: Path, kind: Any) -> None:
+    engine = load_tiny(tmp_path / "model")
+    if kind == "medusa":
+        published_medusa(tmp_path / "model", tmp_path / "head")
+    else:
+        published(kind, tmp_path / "model", tmp_path / "head", "int4")
+    heads = Heads(tmp_path / "head", kind, tmp_path / "model", LIMITS.block_size)
+    target, beside = outline(tmp_path / "model"), heads.beside(LIMITS)
+    alone, both = plan_cpu(target, LIMITS), plan_cpu(target, LIMITS, beside=beside)
+    assert both.block_bytes == alone.block_bytes + heads.block_bytes()
+    assert (both.num_blocks < alone.num_blocks) == (kind != "medusa")
+    proposer = heads.load(engine)
+    weights: Any = proposer._heads._weights if isinstance(proposer, MedusaProposer) else proposer._head._weights
+    shared = {id(t) for t in tensors_in(engine.decoder.weights)}
+    held = {id(t): t.nbytes for t in tensors_in(weights) if id(t) not in shared and t.dim() > 1}
+    assert both.weight_bytes - alone.weight_bytes == pytest.approx(sum(held.values()), rel=0.03)
+    num_taps, num_rows = (1, 4 * 4) if kind == "medusa" else (len(proposer._head.config.tap_layers), MAX_KEPT_ROWS)
+    assert both.step_bytes - alone.step_bytes > 4 * 64 * num_taps * (num_rows + 2 * 64)
 
 
 def held_bytes(engine: AnyEngine | GpuEngine) -> tuple[int, int]:

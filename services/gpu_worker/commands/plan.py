@@ -14,6 +14,7 @@ from typing import Any
 
 from pydantic import ByteSize, TypeAdapter, ValidationError
 
+from services.gpu_worker.heads_loading import heads_of
 from services.gpu_worker.kv_pool import available_bytes
 from services.gpu_worker.planning import Limits, Plan, plan_card, plan_cpu
 from services.gpu_worker.weights.outline import outline
@@ -90,7 +91,9 @@ def make(args: argparse.Namespace) -> tuple[Plan, str, int | None]:
     if speculation is not None and speculation.method == "draft_model":
         path = model_source.resolve(speculation.model, common.cache_dir).path
         draft = outline(path, speculation.quantization)
-    return plan_cpu(found, limits, own.engine, draft), source.name, None
+    heads = heads_of(own, source.path, common.cache_dir)
+    beside = heads.beside(limits) if heads else None
+    return plan_cpu(found, limits, own.engine, draft, beside), source.name, None
 
 
 def verdict(plan: Plan, concurrency: int, memory: int | None) -> str:

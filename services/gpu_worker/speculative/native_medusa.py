@@ -81,7 +81,7 @@ class NativeMedusa:
         self.num_heads = config.num_heads
         self._weights = weights
         self._library, self._pool = target.native
-        layout = _no_layers(config)
+        layout = no_layers(config)
         self._heads = [
             NativeDecoder(
                 layout, NativeWeights(target.weights.embedding, (), None, head, token_ids=weights.token_ids),
@@ -122,7 +122,7 @@ class NativeMedusa:
         return [Guess(token_id, logprob) for token_id, logprob in zip(drawn, logprobs.tolist(), strict=True)]
 
 
-def _no_layers(config: MedusaConfig) -> ModelConfig:
+def no_layers(config: MedusaConfig) -> ModelConfig:
     """Of a decoder whose weights have none: rows go to the output head as they are."""
     return ModelConfig(
         vocab_size=config.draft_vocab_size, hidden_size=config.hidden_size, intermediate_size=config.hidden_size,

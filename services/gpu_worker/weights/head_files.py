@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from kernels.packed_weight import GROUP, TILE_ROWS, PackedWeight, pack, pack_dense
+from kernels.packed_weight import GROUP, TILE_ROWS, PackedWeight, pack, pack_dense, packed_bytes
 from services.gpu_worker.model.config import NotNativeError
 from services.gpu_worker.weights.awq import AWQMatrix
 from services.gpu_worker.weights.compressed import PackedMatrix
@@ -54,6 +54,11 @@ class HeadFiles:
     def rename(self, old: str, new: str) -> None:
         """Of a beginning: another layout's."""
         self._tensors = {new + n.removeprefix(old) if n.startswith(old) else n: t for n, t in self._tensors.items()}
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all matrices that are left, as they will lie in memory."""
+        return sum(packed_bytes(_held_as(n, t), *t.shape) for n, t in self._tensors.items() if len(t.shape) == 2)
 
     def vector(self, name: str, size: int) -> torch.Tensor:
         """float32, with zeros up to a multiple of 16."""
@@ -96,6 +101,12 @@ class HeadFiles:
         if tensor.shape != shape:
             raise WeightsError(f"tensor {name!r}: shape {shape} expected, found {tensor.shape}")
         return tensor
+
+
+def _held_as(name: str, tensor: Readable) -> str:
+    if isinstance(tensor, AWQMatrix | GPTQMatrix | PackedMatrix) and (type_name := codes_type(tensor)):
+        return type_name
+    return "F16" if name.startswith("embed_tokens.") else FLOATS_AS
 
 
 def _paths(folder: Path) -> list[Path]:
