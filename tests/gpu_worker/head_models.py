@@ -7,15 +7,17 @@ from pathlib import Path
 import torch
 
 from services.gpu_worker.batch import Chunk
+from services.gpu_worker.commands import train_heads
 from services.gpu_worker.model.rope import rope_tables
 from services.gpu_worker.native_engine import NativeEngine
 from services.gpu_worker.speculative.head_config import EagleConfig, MedusaConfig, eagle_like, last_layer
-from services.gpu_worker.training.corpus import Example
+from services.gpu_worker.training import self_text
+from services.gpu_worker.training.corpus import Example, teach
 from services.gpu_worker.training.eagle import EagleHead
 from services.gpu_worker.training.medusa import MedusaHeads
 from services.gpu_worker.training.publish import publish
 from services.gpu_worker.training.self_text import Text
-from services.gpu_worker.training.trainer import Batch, Batcher, Target
+from services.gpu_worker.training.trainer import Batch, Batcher, Target, Trainer, frequent_tokens
 from services.gpu_worker.weights.loader import open_source
 from tests.gpu_worker.any_engine import load_native
 from tests.gpu_worker.tiny_models import Runner, save
@@ -73,6 +75,21 @@ def published(kind: str, folder: Path, to: Path, dtype: str = "float16") -> tupl
     head, target = random_head(kind, folder)
     publish(head, target.token_ids, to, dtype, {})
     return head, target
+
+
+def trained(kind: str, engine: NativeEngine, model: Path, texts: list[list[int]], to: Path, num_steps: int = 4) -> None:
+    """Published after so many steps of our own trainer, on what the model writes after these texts."""
+    written = [*self_text.write(engine, dict(enumerate(texts)), eos_token_ids=(), max_tokens=12, concurrency=4, seed=0)]
+    config, layers = train_heads.new_head(kind, engine.config, 256, 3)
+    examples = teach(engine, written, layers, engine.config.hidden_size, to.parent / f"{to.name}.rows", lambda n: None)
+    ids = frequent_tokens([text.token_ids for text in written], 256, engine.config.vocab_size)
+    target = train_heads.target_of(open_source(model), ids, torch.device("cpu"))
+    head = train_heads.module_of(config, target, examples)
+    losses: list[float] = []
+    trainer = Trainer(head, target, Batcher(target, torch.device("cpu")), 2, 0)
+    trainer.run(examples, lambda: 1.0 - len(losses) / num_steps, losses.append)
+    assert trainer.num_steps == num_steps
+    publish(head, ids, to, "int4", {})
 
 
 def read_rows(engine: NativeEngine, token_ids: list[int], layers: tuple[int, ...]) -> torch.Tensor:

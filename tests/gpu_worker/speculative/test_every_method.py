@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
@@ -24,7 +24,7 @@ from shared.wire import decode_as
 from tests.gpu_worker.any_engine import engine_threads, load_native
 from tests.gpu_worker.builders import make_admission, make_admit
 from tests.gpu_worker.engine_loops import FreeRows
-from tests.gpu_worker.head_models import published_medusa
+from tests.gpu_worker.head_models import published_medusa, trained
 from tests.gpu_worker.test_default_model import model_path
 from tests.gpu_worker.tiny_models import prompts, save
 
@@ -48,6 +48,8 @@ METHODS = {
     "wrong": '{"method": "draft_model", "model": "another", "num_speculative_tokens": 4}',
     "eagle3": '{"method": "eagle3", "num_speculative_tokens": 4}',
     "medusa": '{"method": "medusa", "model": "random", "num_speculative_tokens": 4}',
+    "trained eagle3": '{"method": "eagle3", "model": "trained", "num_speculative_tokens": 4}',
+    "trained medusa": '{"method": "medusa", "model": "trained", "num_speculative_tokens": 4}',
 }
 
 
@@ -65,23 +67,27 @@ def drafts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, NativeEngine]:
 
 
 @pytest.fixture(scope="module")
-def random(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Medusa heads with random weights."""
-    folder = tmp_path_factory.mktemp("random")
-    published_medusa(model_path(), folder)
-    return folder
+def heads(engine: NativeEngine, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """By method: Medusa heads with random weights, and such as our trainer has made in a few steps."""
+    folder = tmp_path_factory.mktemp("heads")
+    published_medusa(model_path(), folder / "medusa")
+    texts = prompts(4, seed=9, low=20, high=40, vocab_size=VOCAB_SIZE)
+    for kind in ("eagle3", "medusa"):
+        trained(kind, engine, model_path(), texts, folder / f"trained {kind}")
+    return {name: folder / name for name in ("medusa", "trained eagle3", "trained medusa")}
 
 
-def drafter_of(method: str, engine: NativeEngine, draft: Engine | None, random: Path) -> Speculator | ModelSpeculator:
+def drafter_of(
+    method: str, engine: NativeEngine, draft: Engine | None, folders: dict[str, Path]
+) -> Speculator | ModelSpeculator:
     config = parse(METHODS[method])
     assert config is not None
     if config.method in HEADS:
         settings = WorkerSettings(speculative_config=METHODS[method], block_size=BLOCK_SIZE)
-        heads = Heads(random, "medusa", model_path(), BLOCK_SIZE)
-        if config.method != "medusa":
-            packaged = heads_of(settings, model_path(), Path())
-            assert packaged is not None
-            heads = packaged
+        kind: Literal["medusa", "eagle3"] = "medusa" if config.method == "medusa" else "eagle3"
+        own, packaged = folders.get(method), heads_of(settings, model_path(), Path()) if method == "eagle3" else None
+        heads = packaged if own is None else Heads(own, kind, model_path(), BLOCK_SIZE)
+        assert heads is not None
         proposer = heads.load(engine)
         proposer._clock = lambda: 0.0
         return ModelSpeculator(config, proposer, lambda: 0.0)
@@ -112,7 +118,7 @@ def run(
 
 
 def check(
-    engine: NativeEngine, drafts: dict[str, NativeEngine], random: Path, method: str, num_prompts: int,
+    engine: NativeEngine, drafts: dict[str, NativeEngine], heads: dict[str, Path], method: str, num_prompts: int,
     num_output: int, batches: list[int],
 ) -> None:  # fmt: skip
     """Half of the prompts repeat themselves, so that there is something to look up."""
@@ -124,7 +130,7 @@ def check(
     with engine_threads(engine, 2):
         want = run(engine, None, texts, num_output, 1)
         for batch in batches:
-            drafter = drafter_of(method, engine, draft, random)
+            drafter = drafter_of(method, engine, draft, heads)
             assert run(engine, drafter, texts, num_output, batch) == want
             (counts,) = drafter.counts.values()
             assert counts.num_draft_tokens > 2 * num_prompts
@@ -138,17 +144,19 @@ def check(
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_some_prompts(engine: NativeEngine, drafts: dict[str, NativeEngine], random: Path, method: str) -> None:
-    check(engine, drafts, random, method, 8, 10, [8])
+def test_some_prompts(
+    engine: NativeEngine, drafts: dict[str, NativeEngine], heads: dict[str, Path], method: str
+) -> None:
+    check(engine, drafts, heads, method, 8, 10, [8])
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(7200)
 @pytest.mark.parametrize("method", METHODS)
 def test_200_prompts_alone_and_in_batches(
-    engine: NativeEngine, drafts: dict[str, NativeEngine], random: Path, method: str
+    engine: NativeEngine, drafts: dict[str, NativeEngine], heads: dict[str, Path], method: str
 ) -> None:
-    check(engine, drafts, random, method, 200, 16, [1, 16])
+    check(engine, drafts, heads, method, 200, 16, [1, 16])
 
 
 def test_the_packaged_head_says_what_its_blocks_take() -> None:
