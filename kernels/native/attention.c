@@ -199,30 +199,90 @@ static void attend_split(const struct model *m, const struct layer *l, const int
     }
 }
 
-void attend(const struct model *m, const struct layer *l, const struct step *step, const struct span *span,
-            int first_row, int count, int kv_head, const float *q, float *out, int64_t out_stride, float *scratch) {
-    int shared = m->num_heads / m->num_kv_heads, dim = m->head_dim, padded = (int)up_to(dim, 16);
-    int num_queries = count * shared, position = span->first_position + first_row;
-    const int32_t *blocks = step->block_ids + span->first_block;
-    float *queries = scratch, *part = queries + num_queries * padded, *total = part + num_queries * padded;
-    struct gathered *part_g = (struct gathered *)(total + num_queries * padded), *total_g = part_g + num_queries;
-    int *positions = (int *)(total_g + num_queries);
-    float *room = (float *)(positions + num_queries);
-    for (int i = 0; i < num_queries; i++) { /* query row i / shared, head i % shared of the group */
+/* Query row i / shared, head i % shared of the group that reads a KV head. */
+static void take_queries(const struct model *m, const float *q, int kv_head, int position, int count, float *queries,
+                         int *positions) {
+    int shared = m->num_heads / m->num_kv_heads, padded = (int)up_to(m->head_dim, 16);
+    for (int i = 0; i < count * shared; i++) {
         const float *from = q + ((int64_t)(i / shared) * m->num_heads + kv_head * shared + i % shared) * padded;
         memcpy(queries + i * padded, from, sizeof(float) * (size_t)padded);
         positions[i] = position + i / shared;
-        total_g[i] = (struct gathered){-INFINITY, 0.0f};
     }
-    memset(total, 0, sizeof(float) * (size_t)num_queries * (size_t)padded);
-    for (int first = 0; first < position + count; first += SPLIT) {
-        int end = first + SPLIT < position + count ? first + SPLIT : position + count;
-        attend_split(m, l, blocks, first, end, kv_head, num_queries, queries, positions, room, part_g, part);
-        for (int i = 0; i < num_queries; i++)
-            if (positions[i] >= first) merge(total_g + i, total + i * padded, part_g + i, part + i * padded, padded);
-    }
-    for (int i = 0; i < num_queries; i++) {
+}
+
+/* All that queries have seen. */
+struct totals {
+    struct gathered *g;
+    float *out;
+};
+
+static void start(const struct totals *t, int num_queries, int padded) {
+    for (int i = 0; i < num_queries; i++) t->g[i] = (struct gathered){-INFINITY, 0.0f};
+    memset(t->out, 0, sizeof(float) * (size_t)num_queries * (size_t)padded);
+}
+
+/* first: of the split's keys; nothing comes of one that begins behind a query. */
+static void merge_split(const struct totals *t, const struct gathered *g, const float *out, int first, int position,
+                        int num_queries, int shared, int padded) {
+    for (int i = 0; i < num_queries; i++)
+        if (position + i / shared >= first) merge(t->g + i, t->out + i * padded, g + i, out + i * padded, padded);
+}
+
+static void finish(const struct model *m, const struct totals *t, int count, int kv_head, float *out,
+                   int64_t out_stride) {
+    int shared = m->num_heads / m->num_kv_heads, dim = m->head_dim, padded = (int)up_to(dim, 16);
+    for (int i = 0; i < count * shared; i++) {
         float *to = out + (i / shared) * out_stride + (int64_t)(kv_head * shared + i % shared) * dim;
-        for (int j = 0; j < dim; j++) to[j] = total[i * padded + j] / total_g[i].sum;
+        for (int j = 0; j < dim; j++) to[j] = t->out[i * padded + j] / t->g[i].sum;
     }
+}
+
+void attend(const struct model *m, const struct layer *l, const struct step *step, const struct span *span,
+            int first_row, int count, int kv_head, const float *q, float *out, int64_t out_stride, float *scratch) {
+    int shared = m->num_heads / m->num_kv_heads, padded = (int)up_to(m->head_dim, 16), num_queries = count * shared;
+    int position = span->first_position + first_row, num_keys = position + count;
+    float *queries = scratch, *part = queries + num_queries * padded, *total = part + num_queries * padded;
+    struct gathered *part_g = (struct gathered *)(total + num_queries * padded), *total_g = part_g + num_queries;
+    struct totals totals = {total_g, total};
+    int *positions = (int *)(total_g + num_queries);
+    float *room = (float *)(positions + num_queries);
+    take_queries(m, q, kv_head, position, count, queries, positions);
+    start(&totals, num_queries, padded);
+    for (int first = 0; first < num_keys; first += SPLIT) {
+        int end = first + SPLIT < num_keys ? first + SPLIT : num_keys;
+        attend_split(m, l, step->block_ids + span->first_block, first, end, kv_head, num_queries, queries, positions,
+                     room, part_g, part);
+        merge_split(&totals, part_g, part, first, position, num_queries, shared, padded);
+    }
+    finish(m, &totals, count, kv_head, out, out_stride);
+}
+
+int attend_splits(int num_keys) { return (num_keys + SPLIT - 1) / SPLIT; }
+
+int64_t attend_part_floats(const struct model *m, int count) {
+    return up_to(count * (m->num_heads / m->num_kv_heads) * (up_to(m->head_dim, 16) + 2), 16);
+}
+
+void attend_part(const struct model *m, const struct layer *l, const struct step *step, const struct span *span,
+                 int first_row, int count, int kv_head, int split, const float *q, float *part, float *scratch) {
+    int num_queries = count * (m->num_heads / m->num_kv_heads), padded = (int)up_to(m->head_dim, 16);
+    int position = span->first_position + first_row, num_keys = position + count, first = split * SPLIT;
+    int *positions = (int *)(scratch + num_queries * padded);
+    if (first >= num_keys) return;
+    take_queries(m, q, kv_head, position, count, scratch, positions);
+    attend_split(m, l, step->block_ids + span->first_block, first, first + SPLIT < num_keys ? first + SPLIT : num_keys,
+                 kv_head, num_queries, scratch, positions, (float *)(positions + num_queries),
+                 (struct gathered *)(part + num_queries * padded), part);
+}
+
+void attend_merge(const struct model *m, const struct span *span, int first_row, int count, int kv_head,
+                  const float *parts, int64_t stride, float *out, int64_t out_stride, float *scratch) {
+    int shared = m->num_heads / m->num_kv_heads, padded = (int)up_to(m->head_dim, 16), num_queries = count * shared;
+    int position = span->first_position + first_row;
+    struct totals totals = {(struct gathered *)(scratch + num_queries * padded), scratch};
+    start(&totals, num_queries, padded);
+    for (int first = 0; first < position + count; first += SPLIT, parts += stride)
+        merge_split(&totals, (const struct gathered *)(parts + num_queries * padded), parts, first, position,
+                    num_queries, shared, padded);
+    finish(m, &totals, count, kv_head, out, out_stride);
 }

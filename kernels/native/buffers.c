@@ -92,3 +92,26 @@ void cut_spans(struct decoder *d) {
             d->items[d->num_items++] = (struct item){span, first, left < ATTENTION_ROWS ? left : ATTENTION_ROWS};
         }
 }
+
+#define PIECES_A_THREAD 4
+void cut_keys(struct decoder *d) {
+    int pieces = d->num_items * d->m->num_kv_heads, threads = pool_num_threads(d->pool), num_splits = 1, most_rows = 1;
+    d->num_splits = 1;
+    if (threads == 1 || pieces >= threads * PIECES_A_THREAD) return;
+    for (int i = 0; i < d->num_items; i++) {
+        const struct item *item = d->items + i;
+        int splits = attend_splits(d->step->spans[item->span].first_position + item->first + item->count);
+        num_splits = splits > num_splits ? splits : num_splits;
+        most_rows = item->count > most_rows ? item->count : most_rows;
+    }
+    d->part_floats = attend_part_floats(d->m, most_rows);
+    int64_t floats = num_splits > 1 ? pieces * num_splits * d->part_floats : 0;
+    if (floats > d->parts_capacity) {
+        free(d->parts);
+        d->parts_capacity = 0;
+        d->parts = malloc((size_t)floats * 2 * sizeof *d->parts); /* contexts grow */
+        if (!d->parts) return;
+        d->parts_capacity = floats * 2;
+    }
+    d->num_splits = num_splits;
+}

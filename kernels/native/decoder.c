@@ -3,7 +3,7 @@
 
 #include "decoder.h"
 
-enum phase { NORM_ATTN, QKV, ROPE, ATTEND, OUT, NORM_FFN, GATE_UP, DOWN, PHASES_A_LAYER };
+enum phase { NORM_ATTN, QKV, ROPE, ATTEND, MERGE, OUT, NORM_FFN, GATE_UP, DOWN, PHASES_A_LAYER };
 #define FEW_ROWS 2      /* so little row-wise work is done between phases, not shared */
 #define ROWS_A_PIECE 4
 #define MAX_TILES_A_PIECE 4
@@ -188,7 +188,8 @@ static int prepare(void *context, int phase) {
         case NORM_ATTN: tap(d, (phase - 1) / PHASES_A_LAYER); return share_rows(d, phase, rows);
         case QKV: return cut_tiles(d, linear_tiles(&l->qkv));
         case ROPE: return turns_in_attention(d) ? 0 : share_rows(d, phase, rows);
-        case ATTEND: return d->num_items * m->num_kv_heads;
+        case ATTEND: return d->num_items * m->num_kv_heads * d->num_splits;
+        case MERGE: return d->num_splits > 1 ? d->num_items * m->num_kv_heads : 0;
         case OUT: quantize_mixed(d, l); return cut_tiles(d, linear_tiles(&l->out));
         case GATE_UP: return num_units(d);
         case DOWN: return cut_tiles(d, linear_tiles(&l->down));
@@ -221,6 +222,7 @@ static void run(void *context, int phase, int piece, int thread) {
                          qkv_stride(d), 0);
             break;
         case ATTEND: attend_piece(d, l, piece, thread); break;
+        case MERGE: merge_piece(d, l, piece, thread); break;
         case OUT: linear_piece(d, &l->out, piece, &d->mixed, rows, d->x, hidden, 1); break;
         case GATE_UP: gate_up_piece(d, l, piece); break;
         case DOWN: linear_piece(d, &l->down, piece, &d->gated, rows, d->x, hidden, 1); break;
@@ -282,6 +284,7 @@ int decoder_step(struct decoder *d, const struct step *step) {
     if (!reserve_buffers(d, step)) return -1;
     d->step = step;
     cut_spans(d);
+    cut_keys(d);
     struct task task = {prepare, run, d, 1 + d->m->num_layers * PHASES_A_LAYER + 4, ahead};
     pool_run(d->pool, &task);
     return 0;

@@ -19,6 +19,9 @@ struct decoder {
     struct rows normed, mixed, gated;
     struct rows fused; /* of embedding and row, where the model has an embed_norm */
     struct item *items;
+    int32_t num_splits;  /* 1: a piece attends to all keys */
+    int64_t part_floats, parts_capacity;
+    float *parts;        /* [item][KV head][split][part_floats] */
     float *best;     /* [piece of the head][sample] */
     int64_t best_capacity;
     struct candidate *candidates; /* [noisy sample][chunk of the vocabulary] */
@@ -71,12 +74,16 @@ int reserve_buffers(struct decoder *d, const struct step *step);
 void free_buffers(struct decoder *d);
 /* Cuts the step's spans into items. */
 void cut_spans(struct decoder *d);
+/* Cuts keys too, where items are too few for the threads. */
+void cut_keys(struct decoder *d);
 
 /* attend_pieces.c */
 /* Where a span is one item, its pieces turn their own heads: nobody else reads what they write. */
 int turns_in_attention(const struct decoder *d);
 void turn_rows(struct decoder *d, const struct layer *l, int first, int end);
+/* All keys, or one split of them; then there are pieces to merge, one for each item and KV head. */
 void attend_piece(struct decoder *d, const struct layer *l, int piece, int thread);
+void merge_piece(struct decoder *d, const struct layer *l, int piece, int thread);
 /* Where a KV head's outputs are no whole groups, rows are quantised once all heads are there. */
 void quantize_mixed(struct decoder *d, const struct layer *l);
 

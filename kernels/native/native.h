@@ -167,6 +167,14 @@ void attend(const struct model *m, const struct layer *l, const struct step *ste
 void attend_soon(const struct model *m, const struct layer *l, const struct step *step, const struct span *span,
                  int end, int kv_head);
 int64_t attend_scratch_floats(const struct model *m);
+/* The same in parts, where there are few to share it among: one for each of the splits of so many keys, then merged
+   as `attend` merges them. parts: attend_part_floats of count rows, stride floats from split to split. */
+int attend_splits(int num_keys);
+int64_t attend_part_floats(const struct model *m, int count);
+void attend_part(const struct model *m, const struct layer *l, const struct step *step, const struct span *span,
+                 int first_row, int count, int kv_head, int split, const float *q, float *part, float *scratch);
+void attend_merge(const struct model *m, const struct span *span, int first_row, int count, int kv_head,
+                  const float *parts, int64_t stride, float *out, int64_t out_stride, float *scratch);
 
 #define ATTENTION_ROWS 8
 

@@ -43,3 +43,24 @@ def test_rows_of_a_chunk_are_those_of_single_steps(tmp_path: Path, num_threads: 
         for s, start, n in zip(sequences, starts, counts, strict=True) for i in range(n)
     ]  # fmt: skip
     assert torch.equal(together, torch.cat(alone))
+
+
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8"])
+def test_keys_that_several_threads_share_give_the_bits_of_one(tmp_path: Path, kv_cache_dtype: str) -> None:
+    """One thread attends to all keys in a piece; several take splits of them where there are few rows."""
+    save("llama", tmp_path, max_position_embeddings=2048)
+    engine = load_native(tmp_path, kv_cache_bytes=8 << 20, kv_cache_dtype=kv_cache_dtype)
+    runner = Runner(engine)
+    sequences = [runner.sequence(prompts(1, seed=n, low=n, high=n + 1)[0], 1) for n in (1300, 1027, 20)]
+    engine.step([Chunk(s, 0, len(s.token_ids) - 5, sample=False) for s in sequences])
+    steps = [
+        [Chunk(s, len(s.token_ids) - count, count, sample=True) for s in some]
+        for some in (sequences[:1], sequences[1:], sequences[2:]) for count in (5, 1)
+    ]  # fmt: skip
+    alone = [logits_of_every_row(engine, chunks) for chunks in steps]
+    for num_threads in (2, 5):
+        engine.decoder.set_num_threads(num_threads)
+        for chunks, (logits, drawn) in zip(steps, alone, strict=True):
+            shared = logits_of_every_row(engine, chunks)
+            assert torch.equal(shared[0], logits)
+            assert shared[1] == drawn
