@@ -23,6 +23,7 @@ from kernels.packed_weight import GROUP, Codes, PackedWeight, pack, pack_dense
 from kernels.quantize_a8 import QuantizedRows, quantize_a8
 from services.gpu_worker.batch import Chunk
 from services.gpu_worker.native_engine import NativeEngine
+from services.gpu_worker.weights.huge_pages import WeightMemory
 from tests.gpu_worker.tiny_models import Runner
 
 SAMPLING: dict[str, dict[str, Any]] = {
@@ -74,7 +75,7 @@ def products(library: NativeLibrary, pool: Pool, seconds: float) -> None:
 
 def read_bandwidth(library: NativeLibrary, pool: Pool, seconds: float) -> float:
     """GB/s of a product with one row of float32: little to compute, everything to read."""
-    weight = pack_dense(torch.randn(16384, 4096))
+    weight = WeightMemory().keep(pack_dense(torch.randn(16384, 4096)))
     x = quantize_a8(torch.randn(1, 4096), library)
     return weight.num_bytes / best_seconds(lambda: matmul_a8(x, weight, library, pool), seconds) / 1e9
 
