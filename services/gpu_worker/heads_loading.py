@@ -100,7 +100,7 @@ def heads_of(own: WorkerSettings, target: Path, cache_dir: Path) -> Heads | None
     if config is None or config.method not in speculative_config.HEADS:
         return None
     if not config.model:
-        return Heads(_packaged(target), "eagle3", target, own.block_size)
+        return Heads(packaged_heads(target), "eagle3", target, own.block_size)
     source = model_source.resolve(config.model, cache_dir)
     if source.kind != "hf":
         raise ConfigError(f"{KEY}: {config.model} is not a folder with {CONFIG} and safetensors files")
@@ -108,7 +108,7 @@ def heads_of(own: WorkerSettings, target: Path, cache_dir: Path) -> Heads | None
     return Heads(source.path, kinds[config.method], target, own.block_size)
 
 
-def _packaged(target: Path) -> Path:
+def packaged_heads(target: Path) -> Path:
     for name, model in model_source.KNOWN.items():
         if model.file_name == target.name and (PACKAGED / name).is_dir():
             return PACKAGED / name

@@ -21,11 +21,13 @@ from tqdm import tqdm
 
 from services.gpu_worker.engine import TorchEngine
 from services.gpu_worker.engines import load_engine
+from services.gpu_worker.heads_loading import packaged_heads
 from services.gpu_worker.model.config import ConfigError, ModelConfig
 from services.gpu_worker.model.rope import rope_tables
 from services.gpu_worker.native_engine import NativeEngine
 from services.gpu_worker.speculative.head_config import EagleConfig, MedusaConfig, eagle_like, last_layer
 from services.gpu_worker.training import prompts, self_text
+from services.gpu_worker.training.beginning import Beginning, begin_with
 from services.gpu_worker.training.corpus import Example, append_text, read_texts, teach
 from services.gpu_worker.training.eagle import EagleHead
 from services.gpu_worker.training.medusa import MedusaHeads
@@ -65,6 +67,13 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     ap.add_argument("--max-tokens", type=int, default=384, metavar="N", help="of one answer (default %(default)s)")
     ap.add_argument("--places", type=int, default=3, metavar="N",
                     help="drafts in a row that are learnt; of Medusa, heads (default %(default)s)")  # fmt: skip
+    ap.add_argument(
+        "--init-from",
+        metavar="DIR",
+        default="",
+        help="heads to go on from, of this method, as published; "
+        "theirs are the draft vocabulary and all sizes. `packaged`: those that come along with the model",
+    )
     ap.add_argument("--dtype", choices=DTYPES, default=DTYPES[0], help="of the heads' matrices in their file")
     ap.add_argument("--engine", choices=("auto", "native", "torch"), default="auto", help="as for `headrace serve`")
     ap.add_argument("--threads", type=int, default=0, metavar="N", help="as for `headrace serve`")
@@ -155,6 +164,16 @@ def new_head(
     return eagle, layers
 
 
+def beginning_of(args: argparse.Namespace, model: Path, config: ModelConfig) -> Beginning | None:
+    if not args.init_from:
+        return None
+    folder = packaged_heads(model) if args.init_from == "packaged" else Path(args.init_from)
+    try:
+        return begin_with(folder, args.method, config)
+    except (ValueError, OSError) as e:
+        raise Refused(f"--init-from: {e}") from None
+
+
 def target_of(source: WeightSource, token_ids: torch.Tensor, device: torch.device) -> Target:
     config = source.config
     embedding = torch.empty(source.shapes["embedding.weight"])
@@ -190,14 +209,21 @@ def train(args: argparse.Namespace) -> list[float]:
         raise ConfigError(f"{model.name} scales its embedding or its logits, which heads do not learn")
     size = source.config.vocab_size if args.method == "eagle" else min(args.draft_vocab_size, source.config.vocab_size)
     config, layers = new_head(args.method, source.config, size, args.places)
+    beginning = beginning_of(args, model.path, source.config)
+    if beginning is not None:
+        config, layers, size = beginning.config, beginning.layers, len(beginning.token_ids)
     threads = args.threads or settings.load(WorkerSettings).threads or num_cores()
     run, examples = gathered(args, model.path, source, layers, size, threads)
     torch.set_num_threads(threads)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     written = [e.text.token_ids[e.text.num_prompt_tokens :] for e in examples]
-    target = target_of(source, frequent_tokens(written, size, source.config.vocab_size), device)
+    token_ids = beginning.token_ids if beginning else frequent_tokens(written, size, source.config.vocab_size)
+    target = target_of(source, token_ids, device)
     torch.manual_seed(args.seed)
-    head = module_of(config, target, examples).to(device)
+    head = module_of(config, target, examples)
+    if beginning is not None:
+        beginning.give(head)
+    head = head.to(device)
     batcher = Batcher(target, device)
     trainer = Trainer(head, target, batcher, args.places, args.seed)
     held_out = [e for e in examples if e.text.number % HELD_OUT == 0]  # greedy ones, see TEMPERATURES
@@ -214,7 +240,8 @@ def gathered(
     """Texts, as far as there are some yet, with what these layers read on them."""
     ids, eos_token_ids = prompt_ids(model, args.data, args.seed)
     digest = hashlib.sha256(json.dumps(ids).encode()).hexdigest()
-    recipe = Recipe(source.identity, args.method, size, digest, args.max_tokens, args.places, args.seed)
+    recipe = Recipe(source.identity, args.method, size, digest, args.max_tokens, args.places, args.seed,
+                    args.init_from)  # fmt: skip
     session = Session(args.output / "training", recipe)
     cache_dir = settings.load(CommonSettings).cache_dir
     engine = load_engine(args.engine, model, cache_dir, num_threads=threads, kv_cache_bytes=KV_CACHE_BYTES)

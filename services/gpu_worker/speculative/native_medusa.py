@@ -41,7 +41,7 @@ def load_medusa(folder: Path, target: ModelConfig) -> tuple[MedusaConfig, Medusa
     """ConfigError, WeightsError."""
     files = HeadFiles(folder)
     config = read_medusa(files.values, target)
-    _rename(files, config)
+    vllms_names(files, config)
     blocks = tuple(_blocks(files, config, number) for number in range(config.num_heads))
     size, vocab_size = config.hidden_size, config.draft_vocab_size
     if config.has_shared_head:
@@ -54,7 +54,7 @@ def load_medusa(folder: Path, target: ModelConfig) -> tuple[MedusaConfig, Medusa
     return config, weights
 
 
-def _rename(files: HeadFiles, config: MedusaConfig) -> None:
+def vllms_names(files: HeadFiles, config: MedusaConfig) -> None:
     """FasterDecoding's names become vLLM's, which may call a shared output head the first."""
     files.rename("medusa_heads.", "")
     for number in range(config.num_heads):

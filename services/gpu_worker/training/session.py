@@ -27,6 +27,7 @@ class Recipe:
     max_tokens: int
     places: int
     seed: int
+    init_from: str = ""  # folder
 
 
 class Session:

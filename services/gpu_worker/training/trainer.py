@@ -100,11 +100,13 @@ def logits_at(head: nn.Module, rows: torch.Tensor, place: int) -> torch.Tensor:
 def loss_of(head: nn.Module, batch: Batch, target: Target, places: int) -> torch.Tensor:
     total, weights = torch.zeros(()), 0.0
     lm_head = target.lm_head.to(batch.final.device)
+    labels, known = torch.zeros(()), -1
     for place, (rows, behind) in enumerate(foreseen(head, batch, target.angles, places)):
         length = batch.draft_ids.shape[1] - behind
         wanted = batch.draft_ids[:, behind:] >= 0
-        with torch.no_grad():
-            labels = F.linear(batch.final[:, behind:][wanted], lm_head).float().softmax(-1)
+        if behind != known:  # all passes of an EAGLE head foresee the same tokens
+            with torch.no_grad():
+                labels, known = F.linear(batch.final[:, behind:][wanted], lm_head).float().softmax(-1), behind
         foretold = logits_at(head, rows[:, :length][wanted], place).float().log_softmax(-1)
         weight = LATER**place
         total = total - weight * (labels * foretold).sum(-1).mean()

@@ -82,6 +82,10 @@ class HeadFiles:
         """As floats."""
         return pack_dense(self._take(name, (rows, columns)).rows(0, rows).half())
 
+    def floats(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        """float32, whatever they are stored as."""
+        return self._take(name, shape).rows(0, shape[0]).float().reshape(shape)
+
     def numbers(self, name: str, size: int) -> torch.Tensor:
         """int64."""
         tensor = self._numbers.pop(name, None)

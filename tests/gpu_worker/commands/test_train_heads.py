@@ -6,11 +6,14 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
+from torch.nn import functional as F
 
 from services.gpu_worker.commands import train_heads
 from services.gpu_worker.speculative.native_eagle import load_eagle
 from tests.gpu_worker.any_engine import load_native
-from tests.gpu_worker.head_models import save_tiny
+from tests.gpu_worker.head_models import published, published_medusa, save_tiny
 from tests.gpu_worker.test_perplexity import write_tokenizer
 from tests.kernels.native_libraries import best_library
 from tests.kernels.threads import torch_threads
@@ -58,6 +61,31 @@ def test_a_run_ends_with_heads_and_goes_on_when_it_gets_more_time(
     assert (model.parent / "out" / "training" / "texts.jsonl").read_text() == texts
     assert run(model, "--hours", "0.002", "--seed", "5") == 1
     assert "has a run with another seed: 0" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("method", ["eagle3", "eagle", "medusa"])
+def test_a_run_goes_on_from_published_heads(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], method: str
+) -> None:
+    """With a first step of next to nothing they are what they were; those of another method are refused."""
+    if method == "medusa":
+        published_medusa(model, tmp_path / "old", num_blocks=1)
+    else:
+        published(method, model, tmp_path / "old")
+    options = ("--hours", "0.0008", "--method", method, "--init-from", str(tmp_path / "old"), "--seed", "3")
+    assert run(model, *options) == 0
+    old, new = (load_file(folder / "model.safetensors") for folder in (tmp_path / "old", tmp_path / "out"))
+    assert old.keys() == new.keys()
+    for name, tensor in old.items():
+        assert tensor.shape == new[name].shape, "also of the draft vocabulary, whatever was asked for"
+        if tensor.dim() == 2 and tensor.is_floating_point():
+            assert F.cosine_similarity(tensor.float().flatten(), new[name].float().flatten(), dim=0) > 0.9, name
+        elif not tensor.is_floating_point():
+            assert torch.equal(tensor, new[name])
+    assert run(model, *options[:-2], "--seed", "4") == 1
+    other = "medusa" if method != "medusa" else "eagle3"
+    assert run(model, *options[:3], other, *options[4:]) == 1
+    assert "--init-from: architectures: " in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("method", ["eagle", "medusa"])
