@@ -230,6 +230,12 @@ class CompletionRequest(GenerationRequest):
         "thinking_token_budget": (),
         "prompt_embeds": (),
         "add_special_tokens": (True,),
+        # a chat's, which say something of an answer
+        "max_completion_tokens": (),
+        "top_logprobs": (),
+        **dict.fromkeys(("tools", "functions"), ([],)),
+        **dict.fromkeys(("tool_choice", "reasoning_effort"), ("none",)),
+        "chat_template_kwargs": ({},),
     }
     prompt: Prompt
     suffix: str | None = None
