@@ -30,7 +30,11 @@ from tests.bench.performance_stack import serving
 from tests.gpu_worker.schemas import OTHER_MEANINGS
 
 MAX_REFUSAL_S = 1.0
-DRAFTS = ("draft2020-12", "draft2019-09", "draft7", "draft6", "draft4")
+JUDGES: dict[str, Any] = {
+    "draft2020-12": jsonschema_rs.Draft202012Validator, "draft2019-09": jsonschema_rs.Draft201909Validator,
+    "draft7": jsonschema_rs.Draft7Validator, "draft6": jsonschema_rs.Draft6Validator,
+    "draft4": jsonschema_rs.Draft4Validator,
+}  # fmt: skip
 PROMPT = "Here is an example of such a value, as JSON:\n"
 
 
@@ -43,7 +47,7 @@ def schemas_in(folder: Path) -> list[tuple[str, Any]]:
 
 
 def _of_groups(folder: Path) -> Iterator[tuple[str, Any]]:
-    for draft in DRAFTS:
+    for draft in JUDGES:
         for path in sorted((folder / "tests" / draft).rglob("*.json")):
             if path.name not in OTHER_MEANINGS:
                 for group in json.loads(path.read_text()):
@@ -104,7 +108,7 @@ class Asking:
                 ends[choice["finish_reason"]] += 1
                 if status != 200:
                     self.wrong.append(f"{place}: {status}: {answer['error']['message']}")
-                elif choice["finish_reason"] == "stop" and not is_valid(schema, choice["text"]):
+                elif choice["finish_reason"] == "stop" and not is_valid(place, schema, choice["text"]):
                     self.wrong.append(f"{place}: {choice['text']!r} is not valid")
 
         await asyncio.gather(*(client() for _ in range(clients)))
@@ -118,12 +122,16 @@ def _reason(error: dict[str, Any]) -> str:
     return str(error["message"]).partition(" ")[2][:80]
 
 
-def is_valid(schema: Any, text: str) -> bool:
-    try:
+def is_valid(place: str, schema: Any, text: str) -> bool:
+    """By the dialect that it names, or that its folder has; one of no known dialect by the newest."""
+    dialect = schema.get("$schema") if isinstance(schema, dict) else None
+    if dialect is None:
+        validator = JUDGES.get(place.partition("/")[0], jsonschema_rs.validator_for)(schema, validate_formats=True)
+    elif "//json-schema.org/" in dialect:
         validator = jsonschema_rs.validator_for(schema, validate_formats=True)
-    except (jsonschema_rs.ValidationError, jsonschema_rs.ReferencingError):  # of no dialect: by the newest rules
-        cleaned = {k: v for k, v in schema.items() if k != "$schema"}
-        validator = jsonschema_rs.Draft201909Validator(cleaned, validate_formats=True)
+    else:
+        plain = {name: value for name, value in schema.items() if name != "$schema"}
+        validator = jsonschema_rs.validator_for(plain, validate_formats=True)
     return bool(validator.is_valid(json.loads(text)))
 
 
