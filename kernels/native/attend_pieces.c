@@ -3,7 +3,7 @@
 
 static void rope_head(struct decoder *d, const struct layer *l, int row, int kv_head) {
     rope_heads(d->m, l, d->qkv + row * qkv_stride(d), d->q + row * q_stride(d), d->step->positions[row],
-               d->step->row_blocks[row], kv_head);
+               d->step->row_slots[row], kv_head);
 }
 
 void turn_rows(struct decoder *d, const struct layer *l, int first, int end) {
@@ -58,7 +58,7 @@ void merge_piece(struct decoder *d, const struct layer *l, int piece, int thread
     const struct item *item = d->items + piece / d->m->num_kv_heads;
     const struct span *span = d->step->spans + item->span;
     int row = span->first_row + item->first, kv_head = piece % d->m->num_kv_heads;
-    attend_merge(d->m, span, item->first, item->count, kv_head, d->parts + piece * d->num_splits * d->part_floats,
+    attend_merge(d->m, d->step, span, item->first, item->count, kv_head, d->parts + piece * d->num_splits * d->part_floats,
                  d->part_floats, d->mixed.x + row * d->mixed.stride, d->mixed.stride, own_scratch(d, thread));
     quantize_heads(d, l, row, item->count, kv_head);
 }

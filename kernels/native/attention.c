@@ -2,7 +2,10 @@
 
    Keys come in tiles of TILE at absolute positions, tiles in splits of SPLIT keys. Within a split the softmax runs
    online from tile to tile; splits are merged in order. So a row's bits depend on its query and its keys alone: what
-   other rows share the loops, a key that is masked adds exact zeros. Scores are in base 2: queries carry log2 e. */
+   other rows share the loops, a key that is masked adds exact zeros. Scores are in base 2: queries carry log2 e.
+
+   Rows of a tree of drafts read the keys of their own path in the place of those beside it, in the order of positions:
+   so each has the bits that it would have alone behind that path. */
 #include "attention.h"
 
 #define MAX_ROWS_TOGETHER 4
@@ -169,10 +172,54 @@ int64_t attend_scratch_floats(const struct model *m) {
     return MAX_QUERIES(m) * (3 * padded + 5) + 3 * TILE * padded + 64;
 }
 
-/* One split for all queries: out and g afresh. */
-static void attend_split(const struct model *m, const struct layer *l, const int32_t *blocks, int first, int end,
-                         int kv_head, int num_queries, const float *q, const int *positions, float *room,
-                         struct gathered *g, float *out) {
+static int num_on_path(const struct step *step, int row) {
+    return step->path_ends ? step->path_ends[row + 1] - step->path_ends[row] : 0;
+}
+
+/* Keys that any of the rows sees. */
+static int seen_by(const struct step *step, int row, int count) {
+    int seen = 0;
+    for (int i = row; i < row + count; i++)
+        if (step->positions[i] + 1 > seen) seen = step->positions[i] + 1;
+    return seen;
+}
+
+/* Keys that are in the same slots for all of the rows. */
+static int trunk_of(const struct step *step, int row, int count) {
+    int trunk = INT32_MAX;
+    for (int i = row; i < row + count; i++) {
+        int own = num_on_path(step, i), begin = step->positions[i] + 1 - own;
+        if (own && begin < trunk) trunk = begin;
+    }
+    return trunk;
+}
+
+/* The rows of a tree in one tile: what slots they see is each one's own. row: of the first query. */
+static void attend_paths(const struct model *m, const struct layer *l, const struct step *step, const int32_t *blocks,
+                         int row, int start, int kv_head, int num_queries, const float *q, const int *positions,
+                         char *copy, struct tile *t, struct gathered *g, float *out) {
+    int shared = m->num_heads / m->num_kv_heads, padded = (int)up_to(m->head_dim, 16);
+    for (int i = 0; i < num_queries; i += shared, row++) {
+        int seen = positions[i] - start + 1, count = seen < TILE ? seen : TILE;
+        if (seen < 1) continue;
+        int from = seen - num_on_path(step, row), skipped = from < 0 ? -from : 0; /* those in tiles before */
+        find_tile(m, l, blocks, start, count, kv_head, copy, t);
+        if (from < count)
+            redirect_tile(m, l, blocks, start, count, kv_head, from + skipped,
+                          step->path_slots + step->path_ends[row] + skipped, copy, t);
+        int visible[MAX_ROWS_TOGETHER] = {count, count, count, count};
+        for (int j = i; j < i + shared; j += ROWS_TOGETHER) {
+            int rows = i + shared - j < ROWS_TOGETHER ? i + shared - j : ROWS_TOGETHER;
+            tile_some(t, count, q + j * padded, visible, m->head_dim, rows, 0, g + j, out + j * padded);
+        }
+    }
+}
+
+/* One split for all queries, of which the first is of this row: out and g afresh. */
+static void attend_split(const struct model *m, const struct layer *l, const struct step *step, const int32_t *blocks,
+                         int row, int first, int end, int kv_head, int num_queries, const float *q,
+                         const int *positions, float *room, struct gathered *g, float *out) {
+    int trunk = step->path_ends ? trunk_of(step, row, num_queries / (m->num_heads / m->num_kv_heads)) : INT32_MAX;
     int padded = (int)up_to(m->head_dim, 16), wide = num_queries > ROWS_TOGETHER;
     struct tile t = {.stored = l->k_scale ? BYTES : HALVES, .wide_keys = room, .wide_values = room + TILE * padded};
     char *copy = (char *)(room + 2 * TILE * padded);
@@ -181,6 +228,10 @@ static void attend_split(const struct model *m, const struct layer *l, const int
     for (int start = first; start < end; start += TILE) {
         int count = end - start < TILE ? end - start : TILE, visible[MAX_ROWS_TOGETHER];
         prefetch_tile(m, l, blocks, start, end, kv_head, t.stored == BYTES ? 1 : 2);
+        if (start + count > trunk) {
+            attend_paths(m, l, step, blocks, row, start, kv_head, num_queries, q, positions, copy, &t, g, out);
+            continue;
+        }
         find_tile(m, l, blocks, start, count, kv_head, copy, &t);
         if (wide) widen(&t, count, m->head_dim, padded);
         for (int i = 0; i < num_queries;) {
@@ -200,13 +251,13 @@ static void attend_split(const struct model *m, const struct layer *l, const int
 }
 
 /* Query row i / shared, head i % shared of the group that reads a KV head. */
-static void take_queries(const struct model *m, const float *q, int kv_head, int position, int count, float *queries,
-                         int *positions) {
+static void take_queries(const struct model *m, const struct step *step, const float *q, int kv_head, int row,
+                         int count, float *queries, int *positions) {
     int shared = m->num_heads / m->num_kv_heads, padded = (int)up_to(m->head_dim, 16);
     for (int i = 0; i < count * shared; i++) {
         const float *from = q + ((int64_t)(i / shared) * m->num_heads + kv_head * shared + i % shared) * padded;
         memcpy(queries + i * padded, from, sizeof(float) * (size_t)padded);
-        positions[i] = position + i / shared;
+        positions[i] = step->positions[row + i / shared];
     }
 }
 
@@ -222,10 +273,10 @@ static void start(const struct totals *t, int num_queries, int padded) {
 }
 
 /* first: of the split's keys; nothing comes of one that begins behind a query. */
-static void merge_split(const struct totals *t, const struct gathered *g, const float *out, int first, int position,
-                        int num_queries, int shared, int padded) {
+static void merge_split(const struct totals *t, const struct step *step, const struct gathered *g, const float *out,
+                        int first, int row, int num_queries, int shared, int padded) {
     for (int i = 0; i < num_queries; i++)
-        if (position + i / shared >= first) merge(t->g + i, t->out + i * padded, g + i, out + i * padded, padded);
+        if (step->positions[row + i / shared] >= first) merge(t->g + i, t->out + i * padded, g + i, out + i * padded, padded);
 }
 
 static void finish(const struct model *m, const struct totals *t, int count, int kv_head, float *out,
@@ -240,19 +291,19 @@ static void finish(const struct model *m, const struct totals *t, int count, int
 void attend(const struct model *m, const struct layer *l, const struct step *step, const struct span *span,
             int first_row, int count, int kv_head, const float *q, float *out, int64_t out_stride, float *scratch) {
     int shared = m->num_heads / m->num_kv_heads, padded = (int)up_to(m->head_dim, 16), num_queries = count * shared;
-    int position = span->first_position + first_row, num_keys = position + count;
+    int row = span->first_row + first_row, num_keys = seen_by(step, row, count);
     float *queries = scratch, *part = queries + num_queries * padded, *total = part + num_queries * padded;
     struct gathered *part_g = (struct gathered *)(total + num_queries * padded), *total_g = part_g + num_queries;
     struct totals totals = {total_g, total};
     int *positions = (int *)(total_g + num_queries);
     float *room = (float *)(positions + num_queries);
-    take_queries(m, q, kv_head, position, count, queries, positions);
+    take_queries(m, step, q, kv_head, row, count, queries, positions);
     start(&totals, num_queries, padded);
     for (int first = 0; first < num_keys; first += SPLIT) {
         int end = first + SPLIT < num_keys ? first + SPLIT : num_keys;
-        attend_split(m, l, step->block_ids + span->first_block, first, end, kv_head, num_queries, queries, positions,
-                     room, part_g, part);
-        merge_split(&totals, part_g, part, first, position, num_queries, shared, padded);
+        attend_split(m, l, step, step->block_ids + span->first_block, row, first, end, kv_head, num_queries, queries,
+                     positions, room, part_g, part);
+        merge_split(&totals, step, part_g, part, first, row, num_queries, shared, padded);
     }
     finish(m, &totals, count, kv_head, out, out_stride);
 }
@@ -266,23 +317,23 @@ int64_t attend_part_floats(const struct model *m, int count) {
 void attend_part(const struct model *m, const struct layer *l, const struct step *step, const struct span *span,
                  int first_row, int count, int kv_head, int split, const float *q, float *part, float *scratch) {
     int num_queries = count * (m->num_heads / m->num_kv_heads), padded = (int)up_to(m->head_dim, 16);
-    int position = span->first_position + first_row, num_keys = position + count, first = split * SPLIT;
+    int row = span->first_row + first_row, num_keys = seen_by(step, row, count), first = split * SPLIT;
     int *positions = (int *)(scratch + num_queries * padded);
     if (first >= num_keys) return;
-    take_queries(m, q, kv_head, position, count, scratch, positions);
-    attend_split(m, l, step->block_ids + span->first_block, first, first + SPLIT < num_keys ? first + SPLIT : num_keys,
-                 kv_head, num_queries, scratch, positions, (float *)(positions + num_queries),
-                 (struct gathered *)(part + num_queries * padded), part);
+    take_queries(m, step, q, kv_head, row, count, scratch, positions);
+    attend_split(m, l, step, step->block_ids + span->first_block, row, first,
+                 first + SPLIT < num_keys ? first + SPLIT : num_keys, kv_head, num_queries, scratch, positions,
+                 (float *)(positions + num_queries), (struct gathered *)(part + num_queries * padded), part);
 }
 
-void attend_merge(const struct model *m, const struct span *span, int first_row, int count, int kv_head,
-                  const float *parts, int64_t stride, float *out, int64_t out_stride, float *scratch) {
+void attend_merge(const struct model *m, const struct step *step, const struct span *span, int first_row, int count,
+                  int kv_head, const float *parts, int64_t stride, float *out, int64_t out_stride, float *scratch) {
     int shared = m->num_heads / m->num_kv_heads, padded = (int)up_to(m->head_dim, 16), num_queries = count * shared;
-    int position = span->first_position + first_row;
+    int row = span->first_row + first_row, num_keys = seen_by(step, row, count);
     struct totals totals = {(struct gathered *)(scratch + num_queries * padded), scratch};
     start(&totals, num_queries, padded);
-    for (int first = 0; first < position + count; first += SPLIT, parts += stride)
-        merge_split(&totals, (const struct gathered *)(parts + num_queries * padded), parts, first, position,
+    for (int first = 0; first < num_keys; first += SPLIT, parts += stride)
+        merge_split(&totals, step, (const struct gathered *)(parts + num_queries * padded), parts, first, row,
                     num_queries, shared, padded);
     finish(m, &totals, count, kv_head, out, out_stride);
 }

@@ -28,6 +28,9 @@ struct tile {
 /* Where the tile's keys and values lie; of a cache whose blocks are narrower than SIDE the keys are copied first. */
 void find_tile(const struct model *m, const struct layer *l, const int32_t *blocks, int first, int count, int kv_head,
                char *copy, struct tile *t);
+/* The keys of the tile from `from` on lie in these slots; those that lay beside them are copied with them. */
+void redirect_tile(const struct model *m, const struct layer *l, const int32_t *blocks, int first, int count,
+                   int kv_head, int from, const int32_t *slots, char *copy, struct tile *t);
 /* Blocks lie scattered, so the hardware does not foresee them: the values of this tile and the keys of the next. */
 void prefetch_tile(const struct model *m, const struct layer *l, const int32_t *blocks, int first, int end,
                    int kv_head, int bytes);

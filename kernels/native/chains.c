@@ -108,7 +108,7 @@ static float logprob_of(const struct model *m, const float *logits, int32_t toke
 /* The step of a place, a row for each chain that goes on, and which chain that is. */
 struct place {
     struct step step;
-    int32_t *chains, *token_ids, *positions, *row_blocks, *sample_rows;
+    int32_t *chains, *token_ids, *positions, *row_slots, *sample_rows;
     struct span *spans;
     struct draw *draws;
     int32_t *drawn;
@@ -121,8 +121,8 @@ static int new_place(struct place *p, const struct step *first) {
     p->chains = (int32_t *)memory;
     p->token_ids = p->chains + n;
     p->positions = p->token_ids + n;
-    p->row_blocks = p->positions + n;
-    p->sample_rows = p->row_blocks + n;
+    p->row_slots = p->positions + n;
+    p->sample_rows = p->row_slots + n;
     p->drawn = p->sample_rows + n;
     p->spans = (struct span *)(p->drawn + n);
     p->draws = (struct draw *)(p->spans + n);
@@ -134,7 +134,7 @@ static int new_place(struct place *p, const struct step *first) {
 /* What was drawn, and the rows that the layer left, become the next place's; 0 if no chain goes on. */
 static int next_place(struct decoder *d, const struct chains *c, struct place *p, int place) {
     const struct step *done = &p->step;
-    int going = 0;
+    int going = 0, block_size = d->m->block_size;
     int64_t size = d->m->hidden_size;
     for (int n = 0; n < done->num_samples; n++) {
         int chain = p->chains[n], token_id = done->drawn[n];
@@ -150,7 +150,8 @@ static int next_place(struct decoder *d, const struct chains *c, struct place *p
         p->chains[going] = chain;
         p->token_ids[going] = token_id;
         p->positions[going] = position;
-        p->row_blocks[going] = done->block_ids[first_block + position / d->m->block_size];
+        int block = done->block_ids[first_block + position / block_size];
+        p->row_slots[going] = block * block_size + position % block_size;
         p->draws[going] = done->draws[n];
         p->draws[going].key.position++;
         p->sample_rows[going] = going;
@@ -159,7 +160,7 @@ static int next_place(struct decoder *d, const struct chains *c, struct place *p
     }
     p->step = (struct step){
         .num_rows = going, .num_spans = going, .num_samples = going, .token_ids = p->token_ids,
-        .positions = p->positions, .row_blocks = p->row_blocks, .spans = p->spans, .block_ids = done->block_ids,
+        .positions = p->positions, .row_slots = p->row_slots, .spans = p->spans, .block_ids = done->block_ids,
         .sample_rows = p->sample_rows, .draws = p->draws, .drawn_before = p->drawn, .logits = done->logits,
         .drawn = p->drawn, .inputs = d->made,
     };

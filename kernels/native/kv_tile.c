@@ -48,6 +48,30 @@ void find_tile(const struct model *m, const struct layer *l, const int32_t *bloc
     }
 }
 
+void redirect_tile(const struct model *m, const struct layer *l, const int32_t *blocks, int first, int count,
+                   int kv_head, int from, const int32_t *slots, char *copy, struct tile *t) {
+    int size = m->block_size, width = size < 16 ? size : 16, dim = m->head_dim, bytes = t->stored == BYTES ? 1 : 2;
+    for (int key = from / SIDE * SIDE; key < count; key++) {
+        int32_t own = key < from ? blocks[(first + key) / size] * size + (first + key) % size : slots[key - from];
+        int64_t head = (int64_t)(own / size) * m->num_kv_heads + kv_head;
+        int place = own % size;
+        if (key >= from) {
+            int64_t slot = head * size + place;
+            t->values[key] = (const char *)l->v_cache + slot * up_to(dim, 16) * bytes;
+            if (t->stored == BYTES) {
+                t->key_scales[key] = l->k_scale[slot];
+                t->value_scales[key] = l->v_scale[slot];
+            }
+        }
+        const char *source =
+            (const char *)l->k_cache + ((head * size + place / width * width) * dim + place % width) * bytes;
+        char *to = copy + key / SIDE * dim * t->stride * bytes;
+        t->keys[key / SIDE] = to;
+        for (int i = 0; i < dim; i++)
+            memcpy(to + (i * t->stride + key % SIDE) * bytes, source + (int64_t)i * width * bytes, (size_t)bytes);
+    }
+}
+
 static void prefetch(const void *start, int64_t bytes) {
     for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch((const char *)start + i);
 }

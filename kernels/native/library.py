@@ -29,6 +29,7 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "rope": (None, [POINTER(Model), POINTER(Layer), POINTER(Step), c_void_p, c_int64, c_void_p]),
     "sample_scratch": (c_int64, [c_void_p, c_int, c_int]),
     "sample": (None, [c_void_p, c_void_p, c_int, c_int, c_void_p, c_void_p]),
+    "move_slots": (None, [POINTER(Model), POINTER(c_int32), POINTER(c_int32), c_int]),
     "attend_scratch": (c_int64, [POINTER(Model)]),
     "attend": (None, [POINTER(Model), POINTER(Layer), POINTER(Step), c_void_p, c_void_p, c_void_p]),
 }

@@ -95,7 +95,7 @@ struct draw {
 struct step {
     int32_t num_rows, num_spans, num_samples, num_taps;
     const int32_t *token_ids;   /* -1 - i: what sample i of the step before has drawn */
-    const int32_t *positions, *row_blocks;  /* row_blocks: the block that a row's K and V go to */
+    const int32_t *positions, *row_slots;  /* row_slots: block * block_size + place, where a row's K and V go */
     const struct span *spans;
     const int32_t *block_ids;
     const int32_t *sample_rows;
@@ -107,6 +107,10 @@ struct step {
     const int32_t *tap_layers;   /* [num_taps]: whose input is wanted; num_layers: what the last leaves; one more: that,
                                     as the output head reads it */
     float *taps;                 /* [num_rows][num_taps][hidden_size] */
+    /* Of a row that drafts in a tree: the slots of the last positions that it sees, up to its own, of which row i has
+       path_slots[path_ends[i]] to path_slots[path_ends[i + 1]]. Positions before them, and those of rows that have none
+       there, are in the slots of their numbers. Null where no row has any. */
+    const int32_t *path_ends, *path_slots;
 };
 
 /* A head that drafts (EAGLE) beside the model that is its layer: what makes the rows that this reads. */
@@ -158,7 +162,7 @@ void product(const struct matrix *w, int tile, const struct rows *x, int row, in
 /* What products of some tiles read: at most MAX_READINGS / 2. */
 int tile_readings(const struct matrix *w, int tile, int count, struct reading *readings);
 void weight_row(const struct matrix *w, int row, float *out);
-void rope_heads(const struct model *m, const struct layer *l, float *qkv, float *q, int position, int block,
+void rope_heads(const struct model *m, const struct layer *l, float *qkv, float *q, int position, int slot,
                 int kv_head);
 
 /* Query rows first_row to first_row + count of a span and one KV head; q and out are [rows][num_heads][padded dim]. */
@@ -173,8 +177,8 @@ int attend_splits(int num_keys);
 int64_t attend_part_floats(const struct model *m, int count);
 void attend_part(const struct model *m, const struct layer *l, const struct step *step, const struct span *span,
                  int first_row, int count, int kv_head, int split, const float *q, float *part, float *scratch);
-void attend_merge(const struct model *m, const struct span *span, int first_row, int count, int kv_head,
-                  const float *parts, int64_t stride, float *out, int64_t out_stride, float *scratch);
+void attend_merge(const struct model *m, const struct step *step, const struct span *span, int first_row, int count,
+                  int kv_head, const float *parts, int64_t stride, float *out, int64_t out_stride, float *scratch);
 
 #define ATTENTION_ROWS 8
 

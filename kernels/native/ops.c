@@ -64,7 +64,7 @@ EXPORT void headrace_rope(const struct model *m, const struct layer *l, const st
     for (int64_t i = 0; i < step->num_rows; i++)
         for (int head = 0; head < m->num_kv_heads; head++)
             rope_heads(m, l, qkv + i * qkv_stride, q + i * m->num_heads * up_to(m->head_dim, 16), step->positions[i],
-                       step->row_blocks[i], head);
+                       step->row_slots[i], head);
 }
 
 /* out [rows][num_heads][head_dim], ATTENTION_ROWS of a span at a time; scratch: headrace_attend_scratch floats. */

@@ -66,7 +66,7 @@ static void store_head(const struct model *m, const struct layer *l, int64_t hea
 
 /* A KV head of a row and the query heads that read it. qkv: the row's query, key and value heads, changed here;
    q: [num_heads][head_dim padded to 16] for `attend`. */
-void rope_heads(const struct model *m, const struct layer *l, float *qkv, float *q, int position, int block,
+void rope_heads(const struct model *m, const struct layer *l, float *qkv, float *q, int position, int slot,
                 int kv_head) {
     int dim = m->head_dim, half = dim / 2, padded = (int)up_to(dim, 16), shared = m->num_heads / m->num_kv_heads;
     const float *cos = m->cos + (int64_t)position * half, *sin = m->sin + (int64_t)position * half;
@@ -80,5 +80,6 @@ void rope_heads(const struct model *m, const struct layer *l, float *qkv, float 
     float *key = qkv + (int64_t)(m->num_heads + kv_head) * dim, *value = key + (int64_t)m->num_kv_heads * dim;
     if (l->k_norm) norm_head(key, l->k_norm, m->eps, dim);
     turn(key, cos, sin, half);
-    store_head(m, l, (int64_t)block * m->num_kv_heads + kv_head, position % m->block_size, key, value);
+    int64_t head = (int64_t)(slot / m->block_size) * m->num_kv_heads + kv_head;
+    store_head(m, l, head, slot % m->block_size, key, value);
 }

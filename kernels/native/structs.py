@@ -72,8 +72,8 @@ class Step(ctypes.Structure):
         *(
             (name, c_void_p)
             for name in (
-                "token_ids", "positions", "row_blocks", "spans", "block_ids", "sample_rows", "draws", "drawn_before",
-                "logits", "drawn", "inputs", "tap_layers", "taps",
+                "token_ids", "positions", "row_slots", "spans", "block_ids", "sample_rows", "draws", "drawn_before",
+                "logits", "drawn", "inputs", "tap_layers", "taps", "path_ends", "path_slots",
             )
         ),
     ]  # fmt: skip

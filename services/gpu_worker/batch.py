@@ -6,6 +6,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from services.gpu_worker.speculative.draft import NO_DRAFT, Draft
 from shared.protocol import SamplingParams
 
 
@@ -119,18 +120,24 @@ class Sequence:
 class Chunk:
     """Compute token_ids[start : start + count] of a sequence; sample: draw the next token from the last of them.
 
-    Where the step before draws the last of these tokens, and has not ended, it is not in token_ids yet. draft_ids:
-    guesses of what is drawn next, computed too. Only with sample, and after the last of token_ids."""
+    Where the step before draws the last of these tokens, and has not ended, it is not in token_ids yet. draft: guesses
+    of what is drawn next, computed too, a row each. Only with sample, and after the last of token_ids."""
 
     seq: Sequence
     start: int
     count: int
     sample: bool
-    draft_ids: tuple[int, ...] = ()
+    draft: Draft = NO_DRAFT
 
     @property
     def num_rows(self) -> int:
-        return self.count + len(self.draft_ids)
+        return self.count + len(self.draft)
+
+    @property
+    def positions(self) -> list[int]:
+        """Of its rows. Their KV goes to slots that follow each other, where guesses beside each other have one each."""
+        end = self.start + self.count
+        return [*range(self.start, end), *(end + depth for depth in self.draft.depths)]
 
     @property
     def scored(self) -> range:
@@ -198,7 +205,7 @@ class Drafter(Protocol):
         """Guesses what was planned."""
         ...
 
-    def draft(self, chunks: Seq[Chunk], most: Seq[int], num_free: int) -> list[tuple[int, ...]]:
+    def draft(self, chunks: Seq[Chunk], most: Seq[int], num_free: int) -> list[Draft]:
         """Drafts for each chunk of a step, at most `most` of each and num_free in all. Does not modify sequences."""
         ...
 

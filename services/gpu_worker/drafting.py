@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from services.gpu_worker.batch import Chunk, Drafter, Drawn, EngineInfo, Sequence
 from services.gpu_worker.block_map import BlockMap
 from services.gpu_worker.composer import Budget
+from services.gpu_worker.speculative.draft import NO_DRAFT, Draft
 
 
 class NoDrafts:
@@ -25,8 +26,8 @@ class NoDrafts:
     def think(self) -> None:
         return
 
-    def draft(self, chunks: Seq[Chunk], most: Seq[int], num_free: int) -> list[tuple[int, ...]]:
-        return [()] * len(chunks)
+    def draft(self, chunks: Seq[Chunk], most: Seq[int], num_free: int) -> list[Draft]:
+        return [NO_DRAFT] * len(chunks)
 
     def expects(self, sequences: Seq[Sequence], most: Seq[int], num_free: int) -> bool:
         return False
@@ -82,7 +83,7 @@ class Drafting:
         here = [(c, n) for c, n in zip(prepared.chunks, prepared.most, strict=True) if id(c.seq) in ids]
         chunks, most = [c for c, _ in here], [n for _, n in here]
         drafts = self.drafter.draft(chunks, most, prepared.num_free)
-        chunks = [replace(c, draft_ids=ids) if ids else c for c, ids in zip(chunks, drafts, strict=True)]
+        chunks = [replace(c, draft=draft) if draft else c for c, draft in zip(chunks, drafts, strict=True)]
         for chunk in chunks:
             self._make_room(chunk.seq, chunk.start + chunk.num_rows)
         return chunks

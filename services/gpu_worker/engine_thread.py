@@ -30,6 +30,7 @@ from services.gpu_worker.commits import Place
 from services.gpu_worker.failures import EngineBroken, EngineDied, OutOfMemory, WorkerFailure
 from services.gpu_worker.probe import probe
 from services.gpu_worker.running_set import Change, RunningSet
+from services.gpu_worker.speculative.draft import NO_DRAFT
 from services.gpu_worker.step_cost import START_HANG_S, StepCost
 from services.gpu_worker.step_limit import StepLimit
 from services.gpu_worker.steps import Begun, results_of, starter
@@ -160,8 +161,8 @@ class EngineLoop:
             left = [c for c in chunks if self.running.sequences.get(c.seq.sid) is c.seq]
         if ran_out:
             self.limit.ran_out(sum(c.num_rows for c in chunks))
-        if len(left) < len(chunks) or any(c.draft_ids for c in chunks):  # perhaps without what it failed of
-            self._compute([replace(c, draft_ids=()) for c in left])
+        if len(left) < len(chunks) or any(c.draft for c in chunks):  # perhaps without what it failed of
+            self._compute([replace(c, draft=NO_DRAFT) for c in left])
         elif ran_out:
             self._shrink(chunks)
         elif len(chunks) > 1:

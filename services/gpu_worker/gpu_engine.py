@@ -202,7 +202,7 @@ class GpuEngine:
             tokens = draw(self._logits(inputs, before), draws)
             if self._graphs is not None:
                 self._graphs.record_due()
-        waits = any(map(needs_history, draws)) or any(c.draft_ids for c in chunks)
+        waits = any(map(needs_history, draws)) or any(c.draft for c in chunks)
         return GpuStep(chunks, sample_chunks, tokens, may_be_followed=not waits)
 
     def _logits(self, inputs: DeviceInputs, before: GpuStep | None) -> torch.Tensor:

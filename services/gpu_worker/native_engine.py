@@ -28,7 +28,7 @@ from services.gpu_worker.model.native_decoder import (
 )
 from services.gpu_worker.native_inputs import NativeInputs, build_native_inputs
 from services.gpu_worker.sampler import sample
-from services.gpu_worker.speculative.verify import drawn_by_chunk, draws_of
+from services.gpu_worker.speculative.verify import drawn_by_chunk, draws_of, kept_of_trees
 from services.gpu_worker.variant import native_variant
 from services.gpu_worker.weights.loader import Progress, open_source
 from services.gpu_worker.weights.native_loader import load_native_weights, return_freed_memory
@@ -42,7 +42,7 @@ class NativeStep:
         self, decoder: NativeDecoder, chunks: Seq[Chunk], inputs: NativeInputs, run: NativeRun, tell: TellTaps | None
     ) -> None:
         # alone, a sequence gains less than two wake-ups a step cost
-        self.may_be_followed = len(chunks) > 1 and not (inputs.host_samples or any(c.draft_ids for c in chunks))
+        self.may_be_followed = len(chunks) > 1 and not (inputs.host_samples or any(c.draft for c in chunks))
         self.samples = {id(chunks[i].seq): n for n, i in enumerate(inputs.sample_chunks) if chunks[i].sample}
         self._decoder = decoder
         self._chunks = chunks  # also keeps the sequences, and so their ids
@@ -60,8 +60,6 @@ class NativeStep:
     def results(self) -> list[Drawn]:
         inputs, chunks = self._inputs, self._chunks
         tokens = [SampledToken(token_id) if token_id >= 0 else None for token_id in self.run.wait()]
-        if self._tell is not None and self.run.taps is not None:
-            self._tell(chunks, self.run.taps)
         rows = [n for n in inputs.host_samples if tokens[n] is not None]
         if rows:
             draws = draws_of(chunks, inputs.sample_chunks)
@@ -69,7 +67,15 @@ class NativeStep:
                 by_host = sample(self.run.logits[rows], [draws[n] for n in rows], self._decoder.native)
             for n, token in zip(rows, by_host, strict=True):
                 tokens[n] = token
-        return drawn_by_chunk(chunks, inputs.sample_chunks, tokens)
+        drawn = drawn_by_chunk(chunks, inputs.sample_chunks, tokens)
+        taps = self.run.taps
+        if any(c.draft and not c.draft.is_chain for c in chunks):
+            chunks, rows, moves = kept_of_trees(chunks, drawn, inputs.row_slots)
+            taps = None if taps is None else taps[rows]
+            self._decoder.move_slots(moves)
+        if self._tell is not None and taps is not None:
+            self._tell(chunks, taps)
+        return drawn
 
 
 class NativeEngine:
@@ -85,7 +91,7 @@ class NativeEngine:
 
     def tap(self, layers: tuple[int, ...], tell: TellTaps) -> None:
         """From now on tells, of each step that has ended, what these layers read for its rows, as `hidden_rows` has it.
-        In the thread that takes the step's results."""
+        Of a tree of drafts, of the rows that were right. In the thread that takes the step's results."""
         self.decoder.tap_layers, self._tell_taps = layers, tell
 
     @classmethod

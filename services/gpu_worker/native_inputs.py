@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from kernels.philox import MASK
 from services.gpu_worker.attention_plan import Geometry
@@ -21,13 +21,15 @@ class NativeInputs:
 
     token_ids: list[int]  # [N]; -1 - i: what sample i of the step before draws
     positions: list[int]  # [N]
-    row_blocks: list[int]  # [N]: the block that a row's K and V go to
+    row_slots: list[int]  # [N]: block * block_size + place in it, where a row's K and V go
     spans: list[int]  # [chunks x 4]: first row, rows, first position, place of its blocks in block_ids
     block_ids: list[int]
     sample_rows: list[int]  # [S]
     noise: dict[int, Noise]  # of the sample rows that are not drawn by the largest logit
     sample_chunks: list[int]  # number of the chunk of each sample row
     host_samples: list[int]  # numbers of the sample rows whose token must be drawn from the logits, outside
+    path_ends: list[int] = field(default_factory=list)  # [N + 1], or none: see `struct step` in kernels/native/native.h
+    path_slots: list[int] = field(default_factory=list)
 
 
 def build_native_inputs(
@@ -39,7 +41,7 @@ def build_native_inputs(
     before = drawn_before or {}
     token_ids: list[int] = []
     positions: list[int] = []
-    row_blocks: list[int] = []
+    row_slots: list[int] = []
     spans: list[int] = []
     block_ids: list[int] = []
     sample_rows: list[int] = []
@@ -47,9 +49,10 @@ def build_native_inputs(
     sample_chunks: list[int] = []
     host_samples: list[int] = []
     size = geometry.block_size
+    paths: dict[int, list[int]] = {}
     for number, chunk in enumerate(chunks):
         sample = before.get(id(chunk.seq))
-        check_chunk(chunk, geometry, num_drawing=sample is not None)
+        check_chunk(chunk, geometry, num_drawing=sample is not None, trees=True)
         start, end, blocks = chunk.start, chunk.start + chunk.num_rows, chunk.seq.block_ids
         first_row = len(token_ids)
         spans += (first_row, chunk.num_rows, start, len(block_ids))
@@ -57,12 +60,16 @@ def build_native_inputs(
         if len(token_ids) < first_row + chunk.num_rows:
             assert sample is not None
             token_ids.append(-1 - sample)
-        positions += range(start, end)
-        row_blocks += [blocks[position // size] for position in range(start, end)]
+        positions += chunk.positions if chunk.draft else range(start, end)
+        slots = [blocks[place // size] * size + place % size for place in range(start, end)]
+        row_slots += slots
+        if chunk.draft and not chunk.draft.is_chain:
+            for place in range(len(chunk.draft)):
+                paths[first_row + chunk.count + place] = [slots[chunk.count + p] for p in chunk.draft.path(place)]
         block_ids += blocks[: -(-end // size)]
         params = chunk.seq.params
         for row in chunk.logit_rows:
-            position = start + row + 1 - chunk.seq.num_prompt_tokens
+            position = positions[first_row + row] + 1 - chunk.seq.num_prompt_tokens
             if position < 0 or not needs_only_logits(params, position):
                 host_samples.append(len(sample_rows))
             elif params.temperature >= GREEDY_BELOW:
@@ -71,5 +78,16 @@ def build_native_inputs(
             sample_chunks.append(number)
             sample_rows.append(first_row + row)
     return NativeInputs(
-        token_ids, positions, row_blocks, spans, block_ids, sample_rows, noise, sample_chunks, host_samples
-    )
+        token_ids, positions, row_slots, spans, block_ids, sample_rows, noise, sample_chunks, host_samples,
+        *_paths(paths, len(token_ids)),
+    )  # fmt: skip
+
+
+def _paths(paths: Mapping[int, list[int]], num_rows: int) -> tuple[list[int], list[int]]:
+    if not paths:
+        return [], []
+    path_ends, path_slots = [0], []
+    for row in range(num_rows):
+        path_slots += paths.get(row, [])
+        path_ends.append(len(path_slots))
+    return path_ends, path_slots

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 
 from services.gpu_worker.batch import Chunk, Engine, Sequence
+from services.gpu_worker.speculative.draft import chain
 from services.gpu_worker.speculative.row_cost import RowCost
 from services.gpu_worker.step_cost import StepCost
 from shared.protocol import SamplingParams
@@ -35,7 +36,7 @@ def measure_rows(engine: Engine, clock: Callable[[], float] = time.monotonic) ->
         if num_rows > engine.info.block_size:
             break
         seq = _sequence(0, 1)
-        chunk = Chunk(seq, 0, 1, True, tuple(range(1, num_rows)))
+        chunk = Chunk(seq, 0, 1, True, chain(range(1, num_rows)))
         engine.step([chunk])
         started = clock()
         engine.step([chunk])

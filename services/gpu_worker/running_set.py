@@ -344,7 +344,7 @@ class RunningSet:
 
     def fail_answer(self, chunks: Seq[Chunk], error: AnswerFailed) -> None:
         """In a step of these chunks. One that had drafts stays: the grammar may have failed behind a wrong one."""
-        for seq in (c.seq for c in chunks if c.seq.sid == error.sid and not c.draft_ids):
+        for seq in (c.seq for c in chunks if c.seq.sid == error.sid and not c.draft):
             if self.sequences.get(seq.sid) is seq:
                 self._conclude(seq, "error", "grammar_too_complex", f"structured output: {error.reason}")
 

@@ -17,6 +17,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 
 from services.gpu_worker.batch import Chunk, Drawn, EngineInfo, SampledToken, Sequence, mask_after
+from services.gpu_worker.speculative.draft import ROOT, chain
 from shared import scripted_vocab as vocab
 from shared.protocol import SamplingParams
 
@@ -75,7 +76,11 @@ class ScriptedEngine:
         self._meet_memory(chunks)
         for chunk in chunks:
             self._write(chunk)
-        return [(*self._scores(c), *(self._draws(c) if c.sample else ())) for c in chunks]
+        drawn = [(*self._scores(c), *(self._draws(c) if c.sample else ())) for c in chunks]
+        for chunk, tokens in zip(chunks, drawn, strict=True):
+            if not chunk.draft.is_chain:  # what is right moves to where it would stand without the rest
+                self._write(replace(chunk, draft=chain([t.token_id for t in tokens[len(chunk.scored) : -1]])))
+        return drawn
 
     def _scores(self, chunk: Chunk) -> Iterator[SampledToken]:
         seq, num_top = chunk.seq, chunk.seq.params.prompt_logprobs or 0
@@ -84,19 +89,19 @@ class ScriptedEngine:
             yield _scored(seq.token_ids[: number + 2], num_top)
 
     def _draws(self, chunk: Chunk) -> Iterator[SampledToken]:
-        for num_drafts, draft_id in enumerate((*chunk.draft_ids, -1)):
-            seq = chunk.seq
-            if num_drafts:
-                seq = replace(seq, token_ids=[*seq.token_ids, *chunk.draft_ids[:num_drafts]])
+        place, seq = ROOT, chunk.seq
+        while True:
             self._meet_faults(seq)
             token = self._draw(seq)
             yield token
-            if token.token_id != draft_id:
+            place = chunk.draft.child(place, token.token_id)
+            if place == ROOT:
                 return
+            seq = replace(seq, token_ids=[*seq.token_ids, token.token_id])
 
     def _write(self, chunk: Chunk) -> None:
         seq, size, end = chunk.seq, self.info.block_size, chunk.start + chunk.num_rows
-        token_ids = [*seq.token_ids, *chunk.draft_ids]
+        token_ids = [*seq.token_ids, *chunk.draft.ids]
         prefix = 0
         for index in range(math.ceil(end / size)):
             first = index * size

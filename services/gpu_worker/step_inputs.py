@@ -79,23 +79,25 @@ def _padded(parts: list[Index], num_rows: int) -> torch.Tensor:
 
 def input_ids(chunk: Chunk) -> list[int]:
     """What its rows compute, as far as that is known."""
-    return [*chunk.seq.token_ids[chunk.start : chunk.start + chunk.count], *chunk.draft_ids]
+    return [*chunk.seq.token_ids[chunk.start : chunk.start + chunk.count], *chunk.draft.ids]
 
 
-def check_chunk(chunk: Chunk, geometry: Geometry, num_drawing: int = 0) -> None:
-    """SequenceError. num_drawing: of its tokens, how many the step before is about to draw."""
-    end = check_tokens(chunk, geometry, num_drawing)
+def check_chunk(chunk: Chunk, geometry: Geometry, num_drawing: int = 0, *, trees: bool = False) -> None:
+    """SequenceError. num_drawing: of its tokens, how many the step before is about to draw. trees: drafts may be."""
+    end = check_tokens(chunk, geometry, num_drawing, trees=trees)
     check_blocks(chunk.seq.sid, chunk.seq.block_ids[: -(-end // geometry.block_size)], geometry.num_blocks)
 
 
-def check_tokens(chunk: Chunk, geometry: Geometry, num_drawing: int = 0) -> int:
+def check_tokens(chunk: Chunk, geometry: Geometry, num_drawing: int = 0, *, trees: bool = False) -> int:
     """The end of its rows; SequenceError for all but which blocks they are stored in."""
     seq, end = chunk.seq, chunk.start + chunk.count
     if chunk.count < 1 or chunk.start < 0 or end > len(seq.token_ids) + num_drawing:
         raise SequenceError(seq.sid, f"tokens {chunk.start} to {end} of {len(seq.token_ids)}")
-    if chunk.draft_ids and not (chunk.sample and end == len(seq.token_ids)):
+    if chunk.draft and not (chunk.sample and end == len(seq.token_ids)):
         raise SequenceError(seq.sid, f"drafts after {end} of {len(seq.token_ids)} tokens, of which none is drawn")
-    end += len(chunk.draft_ids)
+    if not (trees or chunk.draft.is_chain):
+        raise SequenceError(seq.sid, "drafts beside each other, which this engine does not compute")
+    end += len(chunk.draft)
     if end > geometry.max_model_len:
         raise SequenceError(seq.sid, f"{end} tokens are more than the context of {geometry.max_model_len}")
     if end > len(seq.block_ids) * geometry.block_size:

@@ -18,7 +18,7 @@ class OverlappingStep:
     def __init__(
         self, engine: OverlappingScripted, number: int, chunks: Seq[Chunk], before: OverlappingStep | None
     ) -> None:
-        self.may_be_followed = all(c.seq.params.logprobs is None and not c.draft_ids for c in chunks)
+        self.may_be_followed = all(c.seq.params.logprobs is None and not c.draft for c in chunks)
         self._engine = engine
         self._number = number
         self._chunks = chunks

@@ -14,6 +14,7 @@ from services.gpu_worker.batch import Chunk
 from services.gpu_worker.cuda_graphs import RECORDED_AFTER, Bucket, bucket_of, emptied, fill_up
 from services.gpu_worker.gpu_engine import GpuEngine
 from services.gpu_worker.gpu_inputs import DeviceInputs, build_inputs
+from services.gpu_worker.speculative.draft import chain
 from tests.gpu_worker.builders import make_sequence
 from tests.gpu_worker.engine_loops import run_loop
 from tests.gpu_worker.tiny_models import Runner, ids_of, prompts, save
@@ -77,7 +78,7 @@ def test_only_decoding_steps_have_buckets() -> None:
         [Chunk(seq, 0, 9, True)],
         [Chunk(seq, 8, 1, True), Chunk(other, 0, 5, False)],
         [Chunk(seq, 3, 1, False)],
-        [Chunk(seq, 8, 1, True, (1, 2))],
+        [Chunk(seq, 8, 1, True, chain([1, 2]))],
     ):
         assert bucket_of(build_inputs(chunks, GEOMETRY)[0], 64, 6000) is None
 

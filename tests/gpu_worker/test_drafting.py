@@ -10,6 +10,7 @@ import pytest
 from services.gpu_worker.batch import Chunk
 from services.gpu_worker.engine_thread import EngineLoop
 from services.gpu_worker.running_set import Change, RunningSet
+from services.gpu_worker.speculative.draft import Draft
 from shared import scripted_vocab as vocab
 from shared.worker_protocol import Extend
 from tests.gpu_worker.builders import make_admission, make_admit, make_engine, make_running
@@ -40,7 +41,7 @@ class Thinker(Guesser):
             self.num_blocks.append(len(self._asked[-1].seq.block_ids))
             self.meanwhile()
 
-    def draft(self, chunks: Seq[Chunk], most: Seq[int], num_free: int) -> list[tuple[int, ...]]:
+    def draft(self, chunks: Seq[Chunk], most: Seq[int], num_free: int) -> list[Draft]:
         asked = {id(c.seq) for c in self._asked}
         return super().draft(
             chunks, [n if id(c.seq) in asked else 0 for c, n in zip(chunks, most, strict=True)], num_free

@@ -16,6 +16,7 @@ from services.gpu_worker.engine import TorchEngine
 from services.gpu_worker.gpu_engine import GpuEngine, StepLimits, largest_step
 from services.gpu_worker.gpu_memory import LEAST_SPARE
 from services.gpu_worker.model.config import ConfigError
+from services.gpu_worker.speculative.draft import chain
 from services.gpu_worker.step_inputs import SequenceError
 from services.gpu_worker.weights.on_device import OnDevice
 from tests.gpu_worker.engine_loops import run_loop
@@ -229,7 +230,7 @@ def test_drafts_change_how_many_tokens_a_step_draws_never_which(engine: GpuEngin
     sequence, other = (runner.sequence(text, 6, **own) for _ in range(2))
     runner.step([Chunk(sequence, 0, len(text), True)])
     wrong = (want[3] + 1) % 300
-    chunks = [Chunk(other, 0, 2, False), Chunk(sequence, len(text), 1, True, (want[1], want[2], wrong, want[4]))]
+    chunks = [Chunk(other, 0, 2, False), Chunk(sequence, len(text), 1, True, chain([want[1], want[2], wrong, want[4]]))]
     none, drawn = engine.step(chunks)
     assert (none, [t.token_id for t in drawn]) == ((), want[1:4])
 

@@ -179,7 +179,7 @@ static struct model model_of(int heads, int kv_heads, int dim, int block_size, i
     return m;
 }
 
-/* A prompt, then single rows and short chunks of two sequences, of which one is drawn with noise. */
+/* A prompt, then single rows and short chunks of two sequences: one is drawn with noise, one ends with a tree. */
 static void decoder(const char *name, int prompt, struct model m) {
     void *(*new)(const struct model *, struct pool *) = function("headrace_runner_new");
     int64_t (*submit)(void *, const struct step *) = function("headrace_runner_submit");
@@ -190,17 +190,25 @@ static void decoder(const char *name, int prompt, struct model m) {
     struct span steps[3][2] = {{{0, prompt, 0, 0}, {prompt, 3, 0, num_blocks}},
                                {{0, 1, prompt, 0}, {1, 1, 3, num_blocks}},
                                {{0, 5, prompt + 1, 0}, {5, 2, 4, num_blocks}}};
-    int32_t tables[BLOCKS], tokens[POSITIONS + 8], positions[POSITIONS + 8], blocks[POSITIONS + 8];
+    int32_t tables[BLOCKS], tokens[POSITIONS + 8], positions[POSITIONS + 8], slots[POSITIONS + 8];
+    int32_t parents[] = {-1, -1, 1, -1, 3}, ends[8] = {0}, path_slots[8]; /* of the rows of the last step's tree */
     for (int i = 0; i < 2 * num_blocks; i++) tables[i] = i % 2 ? 2 * num_blocks - i : i;
     for (int i = 0; i < 3; i++) {
         float *logits = room(2 * VOCAB * 4);
-        struct step step = {0, 2, 2, 0, tokens, positions, blocks, steps[i], tables, .logits = logits};
+        struct step step = {0, 2, 2, 0, tokens, positions, slots, steps[i], tables, .logits = logits};
         for (int s = 0; s < 2; s++)
             for (int j = 0; j < steps[i][s].num_rows; j++, step.num_rows++) {
                 int position = positions[step.num_rows] = steps[i][s].first_position + j;
                 tokens[step.num_rows] = (int32_t)(next() % VOCAB);
-                blocks[step.num_rows] = tables[steps[i][s].first_block + position / size];
+                slots[step.num_rows] = tables[steps[i][s].first_block + position / size] * size + position % size;
             }
+        for (int row = 0, end = 0; i == 2 && row < step.num_rows; ends[++row] = end) {
+            if (row > 4 || !row) continue;
+            positions[row] = positions[0] + 1;
+            if (parents[row] >= 0) path_slots[end++] = slots[parents[row]], positions[row]++;
+            path_slots[end++] = slots[row];
+        }
+        if (i == 2) step.path_ends = ends, step.path_slots = path_slots;
         int32_t samples[2] = {steps[i][1].first_row - 1, step.num_rows - 1}, drawn[2];
         struct draw how[2] = {{0}, {0.8f, {7, 9, (uint32_t)i, 0}}};
         step.sample_rows = samples, step.draws = how, step.drawn = drawn;

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
 from typing import Any
 
@@ -80,25 +81,37 @@ class Attention:
             query_scale=dim**-0.5 * math.log2(math.e), cos=address(self.cos), sin=address(self.sin),
         )  # fmt: skip
 
-    def run(self, library: NativeLibrary, qkv: torch.Tensor, spans: list[tuple[int, int, int]]) -> torch.Tensor:
-        """spans: (sequence, first position, rows); qkv [rows, (Hq + 2 Hkv) * D]. Writes K and V, then attends."""
+    def slot(self, sequence: int, place: int) -> int:
+        return self.tables[sequence][place // self.block_size] * self.block_size + place % self.block_size
+
+    def run(
+        self, library: NativeLibrary, qkv: torch.Tensor, spans: list[tuple[int, int, int]],
+        paths: dict[int, list[int]] | None = None,
+    ) -> torch.Tensor:  # fmt: skip
+        """spans: (sequence, first position, rows); qkv [rows, (Hq + 2 Hkv) * D]. Writes K and V, then attends.
+        paths: of rows of a tree behind the first row of the only span: those that they follow, and themselves."""
         rows, first_rows = 0, []
         for _, _, count in spans:
             first_rows.append(rows)
             rows += count
         positions = np.array([p for _, first, n in spans for p in range(first, first + n)], np.int32)
-        row_blocks = np.array(
-            [self.tables[s][p // self.block_size] for s, first, n in spans for p in range(first, first + n)], np.int32
-        )
+        row_slots = np.array([self.slot(s, p) for s, first, n in spans for p in range(first, first + n)], np.int32)
+        path_ends, path_slots = [0], list[int]()
+        for row in range(rows if paths else 0):
+            path_slots += [row_slots[r] for r in (paths or {}).get(row, ())]
+            path_ends.append(len(path_slots))
+            positions[row] = spans[0][1] + path_ends[-1] - path_ends[-2]
         table: list[int] = []
         native_spans = []
         for (sequence, first, count), row in zip(spans, first_rows, strict=True):
             native_spans.append((row, count, first, len(table)))
             table += self.tables[sequence]
         arrays: dict[str, Any] = {
-            "positions": positions, "row_blocks": row_blocks, "spans": np.array(native_spans, np.int32),
+            "positions": positions, "row_slots": row_slots, "spans": np.array(native_spans, np.int32),
             "block_ids": np.array(table, np.int32),
         }  # fmt: skip
+        if paths:
+            arrays |= {"path_ends": np.array(path_ends, np.int32), "path_slots": np.array(path_slots, np.int32)}
         step = Step(num_rows=rows, num_spans=len(spans), **{k: a.ctypes.data for k, a in arrays.items()})
         q = torch.full((rows, self.heads, self.padded), torch.nan)
         work = qkv.clone()
@@ -181,6 +194,59 @@ def test_attention_over_several_splits(library: NativeLibrary) -> None:
         qkv = torch.cat([history[s][first : first + n] for s, first, n in spans])
         got = attention.run(library, qkv, spans)
         torch.testing.assert_close(got, attention.reference(qkv, spans, history), atol=2e-3, rtol=2e-3)
+
+
+@pytest.mark.parametrize("in_bytes", [False, True])
+@pytest.mark.parametrize("geometry", GEOMETRIES, ids=str)
+@pytest.mark.parametrize("num_before", [5, 63, 120, 508])
+def test_rows_of_a_tree_have_the_bits_of_their_path_alone(
+    library: NativeLibrary, geometry: tuple[int, int, int, int], in_bytes: bool, num_before: int
+) -> None:
+    """In slots behind the cached ones, over the ends of tiles and splits."""
+    torch.manual_seed(6)
+    heads, kv_heads, dim, _ = geometry
+    num_rows = 14  # more than attention takes at once, the first of them before the tree
+    attention = Attention(*geometry, [num_before + num_rows], in_bytes)
+    before, tree = (torch.randn(n, (heads + 2 * kv_heads) * dim) for n in (num_before, num_rows))
+    attention.run(library, before, [(0, 0, num_before)])
+    paths: dict[int, list[int]] = {}
+    for row in range(1, num_rows):
+        parent = row - 1 if row % 4 > 1 else int(torch.randint(0, row, ()))
+        paths[row] = [*paths.get(parent, []), row]
+    assert max(map(len, paths.values())) > 2
+    kept = [a.copy() for a in (attention.k, attention.v, attention.scales)]
+    got = attention.run(library, tree, [(0, num_before, num_rows)], paths)
+    for row, path in paths.items():
+        for array, old in zip((attention.k, attention.v, attention.scales), kept, strict=True):
+            array[...] = old
+        chain = tree[[0, *path]]
+        want = attention.run(library, chain, [(0, num_before, len(chain))])
+        assert torch.equal(got[row], want[-1]), (row, path)
+    assert got.isfinite().all()
+
+
+@pytest.mark.parametrize("in_bytes", [False, True])
+@pytest.mark.parametrize("geometry", GEOMETRIES, ids=str)
+def test_slots_move_as_if_they_had_been_written_there(
+    library: NativeLibrary, geometry: tuple[int, int, int, int], in_bytes: bool
+) -> None:
+    torch.manual_seed(7)
+    heads, kv_heads, dim, _ = geometry
+    attention, want = (Attention(*geometry, [40], in_bytes) for _ in range(2))
+    want.tables, want.cos, want.sin = attention.tables, attention.cos, attention.sin
+    want.model.cos, want.model.sin = attention.model.cos, attention.model.sin
+    rows = torch.randn(24, (heads + 2 * kv_heads) * dim)
+    attention.run(library, rows[:20], [(0, 0, 20)])
+    attention.run(library, rows[20:], [(0, 20, 4)], {1: [1], 2: [2], 3: [2, 3]})
+    layers = (Layer * 1)(attention.layer)
+    attention.model.num_layers, attention.model.layers = 1, layers
+    slots = np.array([[attention.slot(0, p) for p in own] for own in ((22, 23), (21, 22))], np.int32)
+    pointers = (own.ctypes.data_as(ctypes.POINTER(ctypes.c_int32)) for own in slots)
+    library.move_slots(attention.model, *pointers, 2)
+    want.run(library, rows[[*range(21), 22, 23]], [(0, 0, 23)])
+    query = torch.randn(1, rows.shape[1])
+    got, expected = (a.run(library, query, [(0, 23, 1)]) for a in (attention, want))
+    assert torch.equal(got, expected) and got.isfinite().all()
 
 
 def test_large_values_stay_finite(library: NativeLibrary) -> None:

@@ -15,6 +15,7 @@ MAX_KERNEL_LINES = 120
 
 # path → why it is better long than cut; past MAX_FILE_LINES too, where it is marked so
 LONG_FILES = {
+    "kernels/native/attention.c": "the loops over a tile, a path and a split, which agree on one order of sums",
     "kernels/native/product.c": "how every type of weight is read, and the loops that must agree with that",
     "services/scheduler/batcher.py": "every step from a header to an assigned sequence, in the order of its states",
     "services/gpu_worker/running_set.py": "the worker's state and every change of it, which are read together",

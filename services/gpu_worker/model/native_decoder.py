@@ -213,7 +213,8 @@ class NativeDecoder:
             self._logits = torch.empty(num_samples, self._logits.shape[1])
             self._logits_address = self._logits.data_ptr()
         parts = (
-            inputs.token_ids, inputs.positions, inputs.row_blocks, inputs.spans, inputs.block_ids, inputs.sample_rows,
+            inputs.token_ids, inputs.positions, inputs.row_slots, inputs.spans, inputs.block_ids, inputs.sample_rows,
+            inputs.path_ends, inputs.path_slots,
         )  # fmt: skip
         drawn, draws = (c_int32 * num_samples)(), (Draw * num_samples)()
         for sample, (temperature, *key) in inputs.noise.items():
@@ -222,13 +223,13 @@ class NativeDecoder:
         num_rows, num_taps = len(inputs.token_ids), len(self.tap_layers)
         taps = torch.empty(num_rows, num_taps, self._hidden_size) if num_taps else None
         start = ints.buffer_info()[0]
-        ends = itertools.accumulate(map(len, parts), initial=0)
+        addresses = [start + ints.itemsize * end for end in itertools.accumulate(map(len, parts), initial=0)]
+        paths = addresses[6:8] if inputs.path_ends else (None, None)
         before = after.drawn if after else drawn
         step = Step(
             num_rows, len(inputs.spans) // 4, num_samples, num_taps,
-            *(start + ints.itemsize * end for end, _ in zip(ends, parts, strict=False)),
-            addressof(draws), addressof(before), self._logits_address, addressof(drawn),
-            address(rows), tap_layers.buffer_info()[0] if num_taps else None, address(taps),
+            *addresses[:6], addressof(draws), addressof(before), self._logits_address, addressof(drawn),
+            address(rows), tap_layers.buffer_info()[0] if num_taps else None, address(taps), *paths,
         )  # fmt: skip
         kept = (ints, draws, before, rows, tap_layers)
         return NativeRun(self._library, self._runner, step, kept, self._logits, taps, drawn)
@@ -238,6 +239,11 @@ class NativeDecoder:
         run = self.run(inputs)
         drawn = run.wait()
         return run.logits, drawn
+
+    def move_slots(self, moves: Seq[tuple[int, int]]) -> None:
+        """K and V of all layers from slot to slot, one after the other. Not while a step runs."""
+        slots_from, slots_to = ((c_int32 * len(moves))(*(move[i] for move in moves)) for i in range(2))
+        self._library.move_slots(ctypes.byref(self._model), slots_from, slots_to, len(moves))
 
     def _close(self) -> None:
         if self._runner:

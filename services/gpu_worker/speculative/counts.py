@@ -7,6 +7,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
 from services.gpu_worker.batch import Drawn
+from services.gpu_worker.speculative.draft import Draft
 from services.gpu_worker.speculative.row_cost import RowCost
 
 
@@ -20,12 +21,12 @@ class Counts:
     saved_s: float = 0.0
     accepted: Counter[int] = field(default_factory=Counter)
 
-    def note(self, draft_ids: Seq[int], drawn: Drawn, saved_s: float = 0.0) -> None:
+    def note(self, draft: Draft, drawn: Drawn, saved_s: float = 0.0) -> None:
         """Of a sequence in a step. saved_s: by each draft."""
         self.num_drafts += 1
-        self.num_draft_tokens += len(draft_ids)
-        self.saved_s += saved_s * len(draft_ids)
-        self.accepted.update(range(sum(t.token_id == d for t, d in zip(drawn, draft_ids, strict=False))))
+        self.num_draft_tokens += len(draft)
+        self.saved_s += saved_s * len(draft)
+        self.accepted.update(range(len(draft.follow(t.token_id for t in drawn))))
 
 
 def saved_s(cost: RowCost, num_rows: int, drawn: Seq[Drawn], seconds: float) -> float:

@@ -20,6 +20,7 @@ from services.gpu_worker.speculative.acceptance import Acceptance
 from services.gpu_worker.speculative.batch_proposer import BatchProposer
 from services.gpu_worker.speculative.choice import MAX_SHARE, choose_fairly
 from services.gpu_worker.speculative.counts import Counts, saved_s
+from services.gpu_worker.speculative.draft import Draft, chain
 from services.gpu_worker.speculative.proposer import NOTHING, Proposal
 from services.gpu_worker.speculative.purse import Purse
 from services.gpu_worker.speculative.row_cost import RowCost
@@ -183,7 +184,7 @@ class ModelSpeculator:
             num *= 2
         return num
 
-    def draft(self, chunks: Seq[Chunk], most: Seq[int], num_free: int) -> list[tuple[int, ...]]:
+    def draft(self, chunks: Seq[Chunk], most: Seq[int], num_free: int) -> list[Draft]:
         self._forget_left()
         proposals = [self._follow(c.seq).proposal for c in chunks]
         survivals = [
@@ -192,7 +193,7 @@ class ModelSpeculator:
         ]
         lengths = self._choose(survivals, chunks, num_free) if any(survivals) else [0] * len(chunks)
         self._drafted = [self._follow(c.seq) for c, length in zip(chunks, lengths, strict=True) if length]
-        return [proposal.ids[:length] for proposal, length in zip(proposals, lengths, strict=True)]
+        return [chain(proposal.ids[:length]) for proposal, length in zip(proposals, lengths, strict=True)]
 
     def _choose(self, survivals: Seq[Seq[float]], chunks: Seq[Chunk], num_free: int) -> list[int]:
         """With the time that guessing took already."""
@@ -210,8 +211,8 @@ class ModelSpeculator:
         counts = self.counts[self._config.method]
         counts.saved_s += self._learn_cost(chunks, drawn, seconds)
         for chunk, tokens in zip(chunks, drawn, strict=True):
-            if chunk.draft_ids:
-                counts.note(chunk.draft_ids, tokens)
+            if chunk.draft:
+                counts.note(chunk.draft, tokens)
             followed = self._followed.get(chunk.seq.sid)
             if followed is not None and followed.seq is chunk.seq:
                 self._learn(followed, drawn=tokens)

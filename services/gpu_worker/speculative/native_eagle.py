@@ -160,7 +160,7 @@ class NativeEagle:
         size, row = self._block_size, 0
         tokens: list[int] = []
         positions: list[int] = []
-        row_blocks: list[int] = []
+        row_slots: list[int] = []
         spans: list[int] = []
         block_ids: list[int] = []
         samples: list[int] = []
@@ -171,10 +171,10 @@ class NativeEagle:
             tokens += seq.token_ids[first + 1 : end + 1]
             spans += (row, count, first - own.base, len(block_ids))
             positions += range(first - own.base, end - own.base)
-            row_blocks += [seq.block_ids[slot // size] for slot in range(first, end)]
+            row_slots += [seq.block_ids[slot // size] * size + slot % size for slot in range(first, end)]
             block_ids += seq.block_ids[own.base // size : -(-(end + max(0, own.count - 1)) // size)]
             row += count
             samples.append(row - 1)
             if (own_noise := noise_of(seq)) is not None:
                 noise[number] = own_noise
-        return NativeInputs(tokens, positions, row_blocks, spans, block_ids, samples, noise, [], [])
+        return NativeInputs(tokens, positions, row_slots, spans, block_ids, samples, noise, [], [])

@@ -20,6 +20,7 @@ from services.gpu_worker.batch import Chunk, Drawn, Sequence
 from services.gpu_worker.speculative.acceptance import Acceptance
 from services.gpu_worker.speculative.choice import choose_fairly, may_pay
 from services.gpu_worker.speculative.counts import Counts, saved_s
+from services.gpu_worker.speculative.draft import NO_DRAFT, Draft, chain
 from services.gpu_worker.speculative.fleet import METHOD as FLEET
 from services.gpu_worker.speculative.fleet import Fleet, expected_of, is_shared
 from services.gpu_worker.speculative.ngram import NgramProposer
@@ -140,19 +141,19 @@ class Speculator:
     def think(self) -> None:
         return
 
-    def draft(self, chunks: Seq[Chunk], most: Seq[int], num_free: int) -> list[tuple[int, ...]]:
+    def draft(self, chunks: Seq[Chunk], most: Seq[int], num_free: int) -> list[Draft]:
         self._drafted = []
         started = self._clock()
         num_sampled, num_rows = sum(c.sample for c in chunks), sum(c.count for c in chunks)
         offers = self._offers([c.seq for c in chunks], most, num_sampled, num_rows, num_free)
-        drafts: list[tuple[int, ...]] = [()] * len(chunks)
+        drafts = [NO_DRAFT] * len(chunks)
         if offers:
             survivals = [offers[i][1] if i in offers else [] for i in range(len(chunks))]
             lengths = [0] * len(chunks)
             if any(survivals):
                 lengths = self._choose(survivals, num_sampled, num_rows, num_free)
             for i, (proposal, chances) in offers.items():
-                drafts[i] = proposal.ids[: lengths[i]]
+                drafts[i] = chain(proposal.ids[: lengths[i]])
                 self._guide(chunks[i].seq).weigh(sum(chances[: lengths[i]]))
             self._drafted = [self._guide(c.seq) for c, length in zip(chunks, lengths, strict=True) if length]
             self._methods = {guided.seq.sid: guided.method for guided in self._drafted}
@@ -210,7 +211,7 @@ class Speculator:
     def observe(self, chunks: Seq[Chunk], drawn: Seq[Drawn], seconds: float) -> None:
         """What a step has drawn, as far as it counts, and how long it took. Without drafts some are enough."""
         self._num_steps += 1
-        has_drafts = any(c.draft_ids for c in chunks)
+        has_drafts = any(c.draft for c in chunks)
         if self._num_steps % PLAIN_STEPS_SEEN and not has_drafts:
             self._plain_s += seconds
             return
@@ -220,11 +221,11 @@ class Speculator:
             self._cost.observe(num_rows, seconds)
             saved = saved_s(self._cost, num_rows, drawn, seconds)
         if has_drafts:
-            saved_a_draft = saved / sum(len(c.draft_ids) for c in chunks)
+            saved_a_draft = saved / sum(len(c.draft) for c in chunks)
             for chunk, tokens in zip(chunks, drawn, strict=True):
-                if chunk.draft_ids:
+                if chunk.draft:
                     counts = self.counts[self._methods.get(chunk.seq.sid, self._config.method)]
-                    counts.note(chunk.draft_ids, tokens, saved_a_draft)
+                    counts.note(chunk.draft, tokens, saved_a_draft)
         self._pay(self._clock() - started)
         self.purse.step(seconds, saved, others_s=self._plain_s)
         self._own.step(seconds, max(0.0, saved), others_s=self._plain_s)

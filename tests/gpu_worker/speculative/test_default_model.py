@@ -9,13 +9,14 @@ import pytest
 from services.gpu_worker.batch import SampledToken, Sequence
 from services.gpu_worker.native_engine import NativeEngine
 from tests.gpu_worker.any_engine import engine_threads, load_native
-from tests.gpu_worker.guesses import GUESSES, run_with_drafts
+from tests.gpu_worker.guesses import CHAINS, TREES, run_with_drafts
 from tests.gpu_worker.test_default_model import model_path
 from tests.gpu_worker.tiny_models import Runner, prompts
 
 pytestmark = [pytest.mark.model, pytest.mark.timeout(600)]
 
 VOCAB_SIZE = 49152
+GUESSES = CHAINS | TREES
 CONTROLS: list[dict[str, Any]] = [
     {"temperature": 0.0},
     {"temperature": 0.7, "seed": 7, "logprobs": 2},

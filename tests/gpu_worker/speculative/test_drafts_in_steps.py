@@ -50,10 +50,11 @@ def outcomes(running: RunningSet) -> dict[str, Outcome]:
     return {e.sid: decode_as(Outcome, e.outcome) for e in running.ledger.build().entries if e.outcome}
 
 
+@pytest.mark.parametrize("beside", [0, 1, 3])
 @pytest.mark.parametrize("wrong_every", [1, 2, 3, 5, 100])
 @pytest.mark.parametrize("overlap", [False, True])
-def test_answers_are_those_without_drafts(wrong_every: int, overlap: bool) -> None:
-    guesser = Guesser(wrong_every=wrong_every)
+def test_answers_are_those_without_drafts(wrong_every: int, overlap: bool, beside: int) -> None:
+    guesser = Guesser(3 + 3 * beside, wrong_every, beside)
     running = make_running(96, drafter=guesser)
     loop = EngineLoop(OverlappingScripted(make_engine(running)), running, overlap=overlap)
     texts = [[n, *PROMPT] * (n + 1) for n in range(4)]
@@ -74,12 +75,21 @@ def test_right_drafts_take_fewer_steps() -> None:
     assert loop.num_drawn == 13 and loop.num_steps == 4  # the first draft, at position 0, is wrong
 
 
+def test_right_drafts_between_wrong_ones_take_as_few_steps() -> None:
+    loop, running = make_loop(Guesser(num_drafts=9, wrong_every=1000, beside=2))
+    submit(loop, 0, [1, *PROMPT], max_tokens=13)
+    run_dry(loop)
+    assert answers(running)["r0.0"] == vocab.answer([1, *PROMPT], 13)
+    assert loop.num_drawn == 13 and loop.num_steps == 7  # near the end there is no room for so many
+
+
 @pytest.mark.parametrize("at", [2, 3, 4, 5])
 @pytest.mark.parametrize("min_tokens", [0, 4])
-def test_nothing_counts_after_a_stop_token(at: int, min_tokens: int) -> None:
+@pytest.mark.parametrize("beside", [0, 1])
+def test_nothing_counts_after_a_stop_token(at: int, min_tokens: int, beside: int) -> None:
     """Neither text nor seals nor as generated, though drafts behind it were right and are computed."""
     results = []
-    for guesser in (None, Guesser(num_drafts=4, wrong_every=1000)):
+    for guesser in (None, Guesser(4 + 4 * beside, 1000, beside)):
         loop, running = make_loop(guesser)
         answer = vocab.answer(PROMPT, 12)
         submit(loop, 0, stop_token_ids=(answer[at],), min_tokens=min_tokens, max_tokens=12)
@@ -104,13 +114,13 @@ def test_max_tokens_is_kept_and_no_draft_is_made_behind_it(max_tokens: int) -> N
 def test_blocks_are_sealed_with_drawn_tokens_only() -> None:
     """Rejected drafts stand in slots that are written again before their block is full."""
     seals = []
-    for guesser in (None, Guesser(num_drafts=5, wrong_every=2), Guesser(num_drafts=5, wrong_every=7)):
+    for guesser in (None, Guesser(5, 2), Guesser(5, 7), Guesser(7, 7, 1)):
         loop, running = make_loop(guesser)
         submit(loop, 0, max_tokens=20)
         run_dry(loop)
         seals.append([(s.index, s.block_id, s.ids) for s in running.outbox.carry(()).seals])
         assert [e.key for e in running.sealed.entries()] and len(seals[-1]) == (len(PROMPT) + 19) // 4
-    assert seals[0] == seals[1] == seals[2]
+    assert seals[0] == seals[1] == seals[2] == seals[3]
 
 
 def test_without_slots_there_are_no_drafts() -> None:
@@ -145,7 +155,7 @@ def test_a_step_has_no_more_rows_than_it_may(budget: Budget, num_rows: int) -> N
     begin = loop._start
 
     def start(chunks: Seq[Chunk]) -> Any:
-        sizes.append(sum(1 + len(c.draft_ids) if c.sample else c.count for c in chunks))
+        sizes.append(sum(1 + len(c.draft) if c.sample else c.count for c in chunks))
         return begin(chunks)
 
     loop._start = start
@@ -184,7 +194,7 @@ class FailsOnDrafts(ScriptedEngine):
     num_failures = 0
 
     def step(self, chunks: Seq[Chunk]) -> list[Drawn]:
-        if any(c.draft_ids for c in chunks):
+        if any(c.draft for c in chunks):
             self.num_failures += 1
             raise RuntimeError("of drafts")
         return super().step(chunks)

@@ -126,12 +126,12 @@ def seconds(speculator: Speculator, answer: list[int], number: int, salt: bytes)
         chunk = Chunk(seq, len(seq.token_ids) - 1, 1, True)
         (drafts,) = speculator.draft([chunk], [MOST], 64)
         end = at
-        while end < len(answer) - 1 and end - at < len(drafts) and drafts[end - at] == answer[end]:
+        while end < len(answer) - 1 and end - at < len(drafts) and drafts.ids[end - at] == answer[end]:
             end += 1
         step_s = STEP_S + ROW_S * len(drafts)
         seq.token_ids += answer[at : end + 1]
         drawn = tuple(map(SampledToken, answer[at : end + 1]))
-        speculator.observe([replace(chunk, draft_ids=drafts)], [drawn], step_s)
+        speculator.observe([replace(chunk, draft=drafts)], [drawn], step_s)
         sum_s, at = sum_s + step_s, end + 1
     speculator.forget(seq)
     return sum_s

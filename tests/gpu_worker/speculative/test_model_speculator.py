@@ -116,11 +116,11 @@ class Simulation:
         drafts = self.speculator.draft(chunks, most, 64)
         assert all(len(ids) <= count for ids, count in zip(drafts, planned, strict=True))
         self.drafted.append([len(ids) for ids in drafts])
-        chunks = [replace(c, draft_ids=ids) for c, ids in zip(chunks, drafts, strict=True)]
+        chunks = [replace(c, draft=draft) for c, draft in zip(chunks, drafts, strict=True)]
         drawn = []
         for chunk, left in zip(chunks, answers, strict=True):
             count = 1
-            while count <= len(chunk.draft_ids) and chunk.draft_ids[count - 1] == left[count - 1]:
+            while count <= len(chunk.draft.ids) and chunk.draft.ids[count - 1] == left[count - 1]:
                 count += 1
             drawn.append(tuple(map(SampledToken, left[:count])))
         self.guesses.now_s += self.cost_s(sum(c.num_rows for c in chunks))

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from services.gpu_worker.batch import Sequence
+from services.gpu_worker.speculative.draft import chain
 from tests.gpu_worker.any_engine import AnyEngine, load_native, load_torch
-from tests.gpu_worker.guesses import run_with_drafts
+from tests.gpu_worker.guesses import Guess, run_with_drafts
 from tests.gpu_worker.tiny_models import Runner, ids_of, save
 
 NUM_OUTPUT = 24
@@ -29,18 +28,18 @@ def without(engine: AnyEngine, **params: Any) -> list[int]:
     return ids_of(runner.run([runner.sequence(PROMPT, NUM_OUTPUT, **params)]))[0]
 
 
-def with_drafts(engine: AnyEngine, guess: Callable[[Sequence, int], list[int]], **params: Any) -> list[int]:
+def with_drafts(engine: AnyEngine, guess: Guess, **params: Any) -> list[int]:
     runner = Runner(engine)
     results, _ = run_with_drafts(runner, [runner.sequence(PROMPT, NUM_OUTPUT, **params)], guess, prefill_chunk=512)
     return ids_of(results)[0]
 
 
-def always(*ids: int) -> Callable[[Sequence, int], list[int]]:
-    return lambda seq, most: [ids[i % len(ids)] for i in range(most)]
+def always(*ids: int) -> Guess:
+    return lambda seq, most: chain([ids[i % len(ids)] for i in range(most)])
 
 
-def what_comes(ids: list[int]) -> Callable[[Sequence, int], list[int]]:
-    return lambda seq, most: ids[seq.num_output_tokens :][:most]
+def what_comes(ids: list[int]) -> Guess:
+    return lambda seq, most: chain(ids[seq.num_output_tokens :][:most])
 
 
 def test_speculative_decoding_a_forbidden_token_is_not_taken(engine: AnyEngine) -> None:

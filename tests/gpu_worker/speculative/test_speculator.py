@@ -11,6 +11,7 @@ import pytest
 
 from services.gpu_worker.batch import Chunk, SampledToken, Sequence
 from services.gpu_worker.speculative import speculator as speculator_module
+from services.gpu_worker.speculative.draft import NO_DRAFT, chain
 from services.gpu_worker.speculative.row_cost import KEPT_STEPS, RowCost
 from services.gpu_worker.speculative.speculator import READ_TOKENS, Speculator
 from shared.speculative_config import SpeculativeConfig
@@ -63,11 +64,11 @@ class Simulation:
     def step(self, chunks: list[Chunk], left: dict[int, list[int]]) -> None:
         most = [len(left[id(c.seq)]) - 1 for c in chunks]
         drafts = self.speculator.draft(chunks, most, 256)
-        chunks = [replace(c, draft_ids=ids) for c, ids in zip(chunks, drafts, strict=True)]
+        chunks = [replace(c, draft=draft) for c, draft in zip(chunks, drafts, strict=True)]
         drawn = []
         for chunk in chunks:
             own, count = left[id(chunk.seq)], 1
-            while count <= len(chunk.draft_ids) and chunk.draft_ids[count - 1] == own[count - 1]:
+            while count <= len(chunk.draft.ids) and chunk.draft.ids[count - 1] == own[count - 1]:
                 count += 1
             drawn.append(own[:count])
             del own[:count]
@@ -176,7 +177,7 @@ def test_in_a_batch_drafts_go_to_those_that_copy(monkeypatch: pytest.MonkeyPatch
 
     def count(chunks: list[Chunk], *args: Any) -> None:
         for chunk in chunks:
-            drafted[chunk.seq.sid] = drafted.get(chunk.seq.sid, 0) + len(chunk.draft_ids)
+            drafted[chunk.seq.sid] = drafted.get(chunk.seq.sid, 0) + len(chunk.draft.ids)
         observe(chunks, *args)
 
     monkeypatch.setattr(simulation.speculator, "observe", count)
@@ -193,7 +194,7 @@ def test_a_request_can_only_lower_how_many(asked: int) -> None:
         make_sequence(text + text[:20], 1, num_speculative_tokens=40),
     )
     drafts = speculator.draft([Chunk(s, 69, 1, True) for s in (low, high)], [30, 30], 100)
-    assert [len(ids) for ids in drafts] == [asked, 5] and drafts[1] == tuple(text[20:25])
+    assert [len(ids) for ids in drafts] == [asked, 5] and drafts[1] == chain(text[20:25])
 
 
 def known_cost(seconds: Callable[[int], float] = few_rows_are_cheap) -> RowCost:
@@ -213,8 +214,8 @@ def test_who_has_no_drafts_waits_a_tenth_longer_at_most_for_one_who_copies(
     observe, drafted = simulation.speculator.observe, []
 
     def check(chunks: list[Chunk], *args: Any) -> None:
-        drafted.append(len(chunks[0].draft_ids))
-        num_guided = sum(bool(c.draft_ids) for c in chunks)
+        drafted.append(len(chunks[0].draft))
+        num_guided = sum(bool(c.draft) for c in chunks)
         if num_guided < len(chunks):
             most_s = (1 + 0.101 * num_guided) * seconds(len(chunks))
             assert seconds(sum(c.num_rows for c in chunks)) <= most_s
@@ -245,7 +246,7 @@ def test_all_together_read_no_more_before_a_step_than_one() -> None:
     num_read = []
     for _ in range(4):
         drafts = speculator.draft(chunks, [8] * 4, 100)
-        assert drafts[3] == tuple(text[20:28])
+        assert drafts[3] == chain(text[20:28])
         num_read.append(sum(g.num_read for g in speculator._guided.values()))
     assert max(b - a for a, b in zip([0, *num_read], num_read, strict=False)) <= READ_TOKENS
     assert num_read[-1] == 3 * len(text) + 70
@@ -256,8 +257,8 @@ def test_long_prompts_are_read_over_several_steps() -> None:
     text = words(random.Random(7), READ_TOKENS)
     seq = make_sequence(text + text[:20])
     chunk = Chunk(seq, len(seq.token_ids) - 1, 1, True)
-    assert speculator.draft([chunk], [8], 100) == [()]
-    assert speculator.draft([chunk], [8], 100) == [tuple(text[20:28])]
+    assert speculator.draft([chunk], [8], 100) == [NO_DRAFT]
+    assert speculator.draft([chunk], [8], 100) == [chain(text[20:28])]
 
 
 @pytest.mark.parametrize("config", [SUFFIX, NGRAM], ids=["suffix", "ngram"])
@@ -268,7 +269,7 @@ def test_a_prediction_is_drafted_from_the_first_token_on(config: SpeculativeConf
     ratios = []
     for number in range(3):
         seq = replace(make_sequence(words(rng, 50), number), prediction=tuple(predicted))
-        assert Speculator(config).draft([Chunk(seq, 49, 1, True)], [4], 9) == [tuple(answer[:4])]
+        assert Speculator(config).draft([Chunk(seq, 49, 1, True)], [4], 9) == [chain(answer[:4])]
         ratios.append(Simulation(Speculator(config)).run([seq], [answer]))
     assert min(ratios) > 1.8
 
@@ -278,8 +279,8 @@ def test_long_predictions_are_read_over_several_steps() -> None:
     predicted = words(random.Random(7), READ_TOKENS)
     seq = replace(make_sequence([1, 2, 3]), prediction=tuple(predicted))
     chunk = Chunk(seq, 2, 1, True)
-    assert speculator.draft([chunk], [8], 100) == [()]
-    assert speculator.draft([chunk], [8], 100) == [tuple(predicted[:8])]
+    assert speculator.draft([chunk], [8], 100) == [NO_DRAFT]
+    assert speculator.draft([chunk], [8], 100) == [chain(predicted[:8])]
 
 
 def num_indexed(speculator: Speculator) -> list[int]:
@@ -292,7 +293,7 @@ def test_of_a_long_prompt_the_end_is_read(monkeypatch: pytest.MonkeyPatch) -> No
     speculator = Speculator(SUFFIX)
     early, late = make_sequence(text + text[:20], 0), make_sequence(text + text[250:270], 1)
     chunks = [Chunk(seq, 319, 1, True) for seq in (early, late)]
-    assert speculator.draft(chunks, [8, 8], 100) == [(), tuple(text[270:278])]
+    assert speculator.draft(chunks, [8, 8], 100) == [NO_DRAFT, chain(text[270:278])]
     assert num_indexed(speculator) == [100, 100]
 
 
@@ -306,7 +307,7 @@ def test_a_sequence_that_grows_too_long_gives_its_index_up(monkeypatch: pytest.M
     while left[id(seq)]:
         simulation.step([Chunk(seq, len(seq.token_ids) - 1, 1, True)], left)
         assert num_indexed(speculator)[0] <= 200 and (len(seq.token_ids) < 230 or not num_indexed(speculator)[0])
-    assert speculator.draft([Chunk(seq, 359, 1, True)], [8], 100) == [()]
+    assert speculator.draft([Chunk(seq, 359, 1, True)], [8], 100) == [NO_DRAFT]
 
 
 def test_where_all_together_are_too_long_the_longest_gives_its_index_up(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -337,8 +338,8 @@ def test_of_nobody_nothing_is_expected() -> None:
 def test_counts_by_position() -> None:
     speculator = Speculator(SUFFIX)
     seq = make_sequence([1, 2, 3])
-    drafts = [(4, 5, 6), (4,), (), (4, 5, 6), (4,)]
-    chunks = [Chunk(seq, 2, 1, True, ids) for ids in drafts]
+    drafts = [[4, 5, 6], [4], [], [4, 5, 6], [4]]
+    chunks = [Chunk(seq, 2, 1, True, chain(ids)) for ids in drafts]
     # of the last two, one ended with its first draft and the other had left
     drawn = [tuple(map(SampledToken, ids)) for ids in ((4, 5, 9), (4, 8), (4,), (4,), ())]
     speculator.observe(chunks, drawn, 0.01)
@@ -349,7 +350,7 @@ def test_counts_by_position() -> None:
 def test_one_that_left_is_forgotten_and_a_new_life_begins_anew() -> None:
     speculator = Speculator(SUFFIX)
     old, new = make_sequence([1, 2, 3, 1, 2], 0), make_sequence([7, 8, 9, 7, 8], 0)
-    assert speculator.draft([Chunk(old, 4, 1, True)], [1], 9) == [(3,)]
-    assert speculator.draft([Chunk(new, 4, 1, True)], [1], 9) == [(9,)]  # the same name, another place
+    assert speculator.draft([Chunk(old, 4, 1, True)], [1], 9) == [chain([3])]
+    assert speculator.draft([Chunk(new, 4, 1, True)], [1], 9) == [chain([9])]  # the same name, another place
     speculator.forget(new)
     assert not speculator._guided

@@ -9,6 +9,7 @@ import pytest
 
 from services.gpu_worker.batch import Chunk, SampledToken
 from services.gpu_worker.speculative import speculator as speculator_module
+from services.gpu_worker.speculative.draft import NO_DRAFT, chain
 from services.gpu_worker.speculative.proposer import Guessed
 from services.gpu_worker.speculative.purse import SHARE
 from services.gpu_worker.speculative.speculator import KEPT_STEPS, Speculator
@@ -66,5 +67,5 @@ def test_where_no_row_can_pay_nothing_is_read(monkeypatch: pytest.MonkeyPatch) -
     text = words(random.Random(2), 60)
     dear, cheap = (Speculator(CONFIG, known_cost(cost)) for cost in (lambda n: 0.001 * n, lambda n: 0.01 + 1e-4 * n))
     chunks = [Chunk(make_sequence(text + text[:20], n), 79, 1, True) for n in range(4)]
-    assert dear.draft(chunks, [8] * 4, 64) == [()] * 4 and work.num_tokens == 0
-    assert cheap.draft(chunks, [8] * 4, 64) == [tuple(text[20:28])] * 4 and work.num_tokens == 320
+    assert dear.draft(chunks, [8] * 4, 64) == [NO_DRAFT] * 4 and work.num_tokens == 0
+    assert cheap.draft(chunks, [8] * 4, 64) == [chain(text[20:28])] * 4 and work.num_tokens == 320

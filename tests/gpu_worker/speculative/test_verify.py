@@ -8,12 +8,13 @@ import pytest
 
 from services.gpu_worker.batch import AnswerFailed, Chunk, SampledToken, Sequence
 from services.gpu_worker.grammar import GrammarError
+from services.gpu_worker.speculative.draft import chain
 from services.gpu_worker.speculative.verify import drawn_by_chunk, draws_of
 from services.gpu_worker.step_inputs import SequenceError
 from shared.protocol import Constraint
 from tests.gpu_worker.any_engine import AnyEngine, engine_threads, load_native, load_torch
 from tests.gpu_worker.builders import make_sequence
-from tests.gpu_worker.guesses import GUESSES, run_with_drafts
+from tests.gpu_worker.guesses import CHAINS, run_with_drafts
 from tests.gpu_worker.test_grammar import begin, by_schema, ids
 from tests.gpu_worker.tiny_models import Runner, prompts, save
 
@@ -57,14 +58,14 @@ def alone(engine: AnyEngine) -> list[list[SampledToken]]:
 
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("batch", [1, 16])
-@pytest.mark.parametrize("kind", GUESSES)
+@pytest.mark.parametrize("kind", CHAINS)
 def test_tokens_are_those_without_drafts(
     engine: AnyEngine, alone: list[list[SampledToken]], kind: str, batch: int, threads: int
 ) -> None:
     with engine_threads(engine, threads):
         runner = Runner(engine, seed=batch)
         own = sequences(runner)
-        guess = GUESSES[kind]({id(s): [t.token_id for t in w] for s, w in zip(own, alone, strict=True)}, VOCAB_SIZE)
+        guess = CHAINS[kind]({id(s): [t.token_id for t in w] for s, w in zip(own, alone, strict=True)}, VOCAB_SIZE)
         num_steps = 0
         for first in range(0, len(own), batch):
             got, steps = run_with_drafts(runner, own[first : first + batch], guess, prefill_chunk=23)
@@ -75,7 +76,7 @@ def test_tokens_are_those_without_drafts(
 
 
 def test_logits_that_are_not_finite_count_only_where_their_token_is_drawn() -> None:
-    chunk = Chunk(make_sequence(4), 0, 4, True, (5, 6))
+    chunk = Chunk(make_sequence(4), 0, 4, True, chain([5, 6]))
     five, six = SampledToken(5), SampledToken(6)
     assert drawn_by_chunk([chunk], [0, 0, 0], [six, None, None]) == [(six,)]
     assert drawn_by_chunk([chunk], [0, 0, 0], [five, five, None]) == [(five, five)]
@@ -89,7 +90,7 @@ def test_drafts_do_not_move_the_answer_that_they_are_guesses_of() -> None:
     seq = make_sequence(4)
     answer = seq.answer = begin(by_schema({"enum": ["red", "rose"]}))
     letters = list(b'"rose"')
-    chunk = Chunk(seq, 0, 4, True, (*letters[:3], 0))
+    chunk = Chunk(seq, 0, 4, True, chain([*letters[:3], 0]))
     draws = draws_of([chunk], [0] * 5)
     masks = [d.answer and ids(d.answer.mask_after(d.token_ids[4:])) for d in draws]
     assert masks == [[ord('"')], [ord("r")], [ord("e"), ord("o")], [ord("s")], None]
@@ -114,7 +115,7 @@ def test_a_grammar_that_fails_names_its_sequence(engine: AnyEngine) -> None:
     good, bad = (runner.sequence([1, 2, 3, n], 4, constraint=Constraint(grammar="g")) for n in range(2))
     bad.answer = FailsBehindAnything()  # type: ignore[assignment]
     with pytest.raises(AnswerFailed) as failed:
-        engine.step([Chunk(good, 0, 4, True), Chunk(bad, 0, 4, True, (5,))])
+        engine.step([Chunk(good, 0, 4, True), Chunk(bad, 0, 4, True, chain([5]))])
     assert failed.value.sid == bad.sid
     assert all(engine.step([Chunk(good, 0, 4, True), Chunk(bad, 0, 4, True)]))
 
@@ -123,10 +124,10 @@ def test_drafts_that_cannot_be_are_refused(engine: AnyEngine) -> None:
     runner = Runner(engine)
     seq = runner.sequence([1, 2, 3, 4], 4)  # one block of eight slots
     for chunk, reason in (
-        (Chunk(seq, 0, 3, True, (4,)), "drafts after 3 of 4 tokens"),
-        (Chunk(seq, 0, 4, False, (4,)), "drafts after 4 of 4 tokens"),
-        (Chunk(seq, 0, 4, True, (VOCAB_SIZE,)), "outside the vocabulary"),
-        (Chunk(seq, 0, 4, True, (1, 2, 3, 4, 5)), "9 tokens do not fit in 1 blocks"),
+        (Chunk(seq, 0, 3, True, chain([4])), "drafts after 3 of 4 tokens"),
+        (Chunk(seq, 0, 4, False, chain([4])), "drafts after 4 of 4 tokens"),
+        (Chunk(seq, 0, 4, True, chain([VOCAB_SIZE])), "outside the vocabulary"),
+        (Chunk(seq, 0, 4, True, chain([1, 2, 3, 4, 5])), "9 tokens do not fit in 1 blocks"),
     ):
         with pytest.raises(SequenceError, match=reason):
             engine.step([chunk])
