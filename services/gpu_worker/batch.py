@@ -95,7 +95,7 @@ class Sequence:
     @property
     def is_scoring(self) -> bool:
         """Are there some of them that no step has begun to compute?"""
-        return max(self.next_position, self.score_from) < self.num_to_score
+        return self.params.prompt_logprobs is not None and max(self.next_position, self.score_from) < self.num_to_score
 
     @property
     def draws(self) -> bool:
@@ -105,15 +105,20 @@ class Sequence:
     @property
     def num_remaining(self) -> int:
         """Tokens to compute before the next can be drawn, or, where none is, before its end."""
-        end = len(self.token_ids) + self.num_drawing if self.draws else self.num_to_score
-        return end - self.next_position
+        end = len(self.token_ids) + self.num_drawing if self.params.max_tokens > 0 else self.num_to_score
+        return end - self.num_computed - self.num_ahead
 
     def most_tokens(self, num_scores: int) -> int:
         """That a step may compute of it, if it may give so many log-probabilities of its prompt."""
+        if self.params.prompt_logprobs is None:
+            return self.num_remaining
         first = max(self.next_position, self.score_from)
         if self.num_to_score - first <= num_scores:
             return self.num_remaining
         return first + num_scores - self.next_position
+
+
+NO_TOKENS = range(0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,6 +147,8 @@ class Chunk:
     @property
     def scored(self) -> range:
         """Of its tokens, by number in the sequence, those whose logits say how likely the prompt's next token is."""
+        if self.seq.params.prompt_logprobs is None:
+            return NO_TOKENS
         return range(max(self.start, self.seq.score_from), min(self.start + self.count, self.seq.num_to_score))
 
     @property

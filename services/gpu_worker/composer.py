@@ -39,18 +39,22 @@ def compose(
     that rises by one a step. Empty only if ready is."""
     mates = _mates(ready, turn)
     num_decoding = min(budget.max_num_seqs, budget.max_num_batched_tokens)
-    chunks = [Chunk(s, s.next_position, 1, True) for s in mates if s.num_remaining == 1 and s.draws][:num_decoding]
+    decoding: list[Sequence] = []
+    others: list[Sequence] = []
+    for seq in mates:
+        (decoding if seq.num_remaining == 1 and seq.draws else others).append(seq)
+    chunks = [Chunk(s, s.next_position, 1, True) for s in decoding[:num_decoding]]
     num_tokens = budget.max_num_batched_tokens - len(chunks)
     if chunks:
         num_tokens = min(num_tokens, max_prefill_tokens)
     num_scores = MAX_SCORES
-    for seq in mates:
+    for seq in others:
         if num_tokens <= 0 or len(chunks) >= budget.max_num_seqs:
             break
         remaining = seq.num_remaining
         room = len(seq.block_ids) * block_size - seq.next_position
         count = min(seq.most_tokens(num_scores), room, budget.prefill_chunk, num_tokens)
-        if count < 1 or (remaining == 1 and seq.draws):
+        if count < 1:
             continue
         chunks.append(Chunk(seq, seq.next_position, count, seq.draws and count == remaining))
         num_tokens -= count

@@ -61,6 +61,7 @@ class Drafting:
         self, drafter: Drafter | None, info: EngineInfo, blocks: BlockMap, take_spare: Callable[[Sequence], bool]
     ) -> None:
         self.drafter: Drafter = drafter or NoDrafts()
+        self._is_idle = drafter is None
         self._info = info
         self._blocks = blocks
         self._take_spare = take_spare
@@ -69,6 +70,8 @@ class Drafting:
         """Drafts are as many as the step has room for and each sequence slots, of which one spare block can give more.
         Tokens are drawn from no more rows than sequences may run, since memory is planned for so many. num_sequences:
         that run. may_think: a model may guess now."""
+        if self._is_idle:
+            return Prepared(chunks, (), 0)
         num_tokens, num_sampled = sum(c.count for c in chunks), sum(c.sample for c in chunks)
         num_free = max(0, min(budget.max_num_batched_tokens - num_tokens, budget.max_num_seqs - num_sampled))
         most = [self._most(c.seq, c.start + c.count, num_sequences) if c.sample else 0 for c in chunks]
@@ -80,6 +83,8 @@ class Drafting:
     def with_drafts(self, prepared: Prepared, running: Collection[Sequence]) -> list[Chunk]:
         """The step's chunks, of those that still run."""
         ids = set(map(id, running))
+        if self._is_idle:
+            return [c for c in prepared.chunks if id(c.seq) in ids]
         here = [(c, n) for c, n in zip(prepared.chunks, prepared.most, strict=True) if id(c.seq) in ids]
         chunks, most = [c for c, _ in here], [n for _, n in here]
         drafts = self.drafter.draft(chunks, most, prepared.num_free)

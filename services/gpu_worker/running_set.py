@@ -233,10 +233,16 @@ class RunningSet:
         there: its row is computed in vain, in a slot of its own. To be begun by `draft` before anything is applied;
         may_think: between the two a model may guess."""
         most = self.info.max_num_tokens
-        able = [seq for seq in self.sequences.values() if not seq.awaits_answer]
-        open_ones = [seq for seq in able if seq.is_scoring or not is_full(seq, most, seq.num_drawing)]
-        ready = [seq for seq in open_ones if self._has_slot(seq)]
-        starved = frozenset(seq.sid for seq in open_ones).difference(seq.sid for seq in ready)
+        ready: list[Sequence] = []
+        starving: list[str] = []
+        for seq in self.sequences.values():
+            if seq.awaits_answer or (is_full(seq, most, seq.num_drawing) and not seq.is_scoring):
+                continue
+            if self._has_slot(seq):
+                ready.append(seq)
+            else:
+                starving.append(seq.sid)
+        starved = frozenset(starving)
         if starved != self.starved:
             self.starved = starved
             self.outbox.touch()
@@ -304,9 +310,9 @@ class RunningSet:
         assert seq.num_computed == chunk.start, (seq.sid, seq.num_computed, chunk.start)
         seq.num_ahead -= chunk.count
         seq.num_drawing -= chunk.sample
-        num_scored = len(chunk.scored)
-        self.ledger.scored(seq, tokens[:num_scored])
-        tokens = tokens[num_scored:]
+        if num_scored := len(chunk.scored):
+            self.ledger.scored(seq, tokens[:num_scored])
+            tokens = tokens[num_scored:]
         num_before = len(seq.token_ids)
         reason = self._append(seq, tokens)
         # all but the last of what was drawn were drafts, and so they are computed
@@ -331,10 +337,11 @@ class RunningSet:
 
     def _seal(self, seq: Sequence) -> None:
         """Whole blocks that are computed now. Others may wait for those of a prompt; those of an answer have time."""
+        if (seq.num_sealed + 1) * self.info.block_size > seq.num_computed:
+            return
         was_prefill = seq.num_sealed * self.info.block_size < seq.num_prompt_tokens
-        seals = self.sealed.seal_computed(seq)
-        self.outbox.sealed(seals)
-        if seals and was_prefill:
+        self.outbox.sealed(self.sealed.seal_computed(seq))
+        if was_prefill:
             self.outbox.touch()
 
     def fail(self, seq: Sequence) -> None:
