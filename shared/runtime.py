@@ -11,8 +11,8 @@ import contextlib
 import logging
 import os
 import signal
-from collections.abc import Awaitable, Callable, Coroutine
-from typing import Any
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from typing import Any, TypeVar
 
 from redis.asyncio import Redis
 
@@ -20,6 +20,8 @@ from shared.bus import LOST, backoff, check_keeps, wait_for_redis
 from shared.loop_watch import WatchedLoop
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 START_TIMEOUT_S = 30.0  # for Redis to answer
 FAREWELL_S = 2.0
@@ -91,6 +93,16 @@ async def forever(
                 except LOST:
                     if stop.is_set():
                         return
+
+
+async def all_of(calls: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """Their results; calls begin in this order and wait for replies together. The first exception is raised when
+    all have ended: nothing of them is under way any more when they are made again."""
+    results = await asyncio.gather(*calls, return_exceptions=True)
+    for result in results:
+        if isinstance(result, BaseException):
+            raise result
+    return [result for result in results if not isinstance(result, BaseException)]
 
 
 async def wait_for_event(event: asyncio.Event, timeout_s: float) -> None:

@@ -112,3 +112,19 @@ def _answers(client: redis.Redis) -> bool:
         return bool(client.ping())
     except (redis.ConnectionError, redis.BusyLoadingError):
         return False
+
+
+def counting(most: dict[str, int], name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+    """The call; `most` has how many of it were under way together."""
+    num_now = 0
+
+    async def counted(*args: Any) -> Any:
+        nonlocal num_now
+        num_now += 1
+        most[name] = max(most.get(name, 0), num_now)
+        try:
+            return await call(*args)
+        finally:
+            num_now -= 1
+
+    return counted

@@ -6,19 +6,34 @@ The plan waits for no grammar: `answer_maker.py` compiles those meanwhile.
 
 from __future__ import annotations
 
+import asyncio
+import itertools
 import logging
+from collections.abc import Collection
 
 from services.gpu_worker.admission import Admission, NotRunnable, read_admission
 from services.gpu_worker.running_set import Change
 from shared.bus import Entry
 from shared.protocol import Outcome
 from shared.records import Records
+from shared.runtime import all_of
 from shared.scripts import Scripts
 from shared.store_calls import FleetChanges
 from shared.wire import ProtocolError, decode, split_sequence_id
 from shared.worker_protocol import Admit
 
 log = logging.getLogger(__name__)
+
+MAX_TOGETHER = 16  # changes; each may have a megabyte of prompt
+
+
+async def read_changes(
+    entries: Collection[Entry], worker: str, scripts: Scripts, records: Records
+) -> list[Change | FleetChanges | None]:
+    """As `read_change`, of the first entries, whose records are asked for together: one answer is waited for, not each
+    in turn."""
+    first = itertools.islice(entries, MAX_TOGETHER)
+    return await all_of(read_change(entry, worker, scripts, records) for entry in first)
 
 
 async def read_change(entry: Entry, worker: str, scripts: Scripts, records: Records) -> Change | FleetChanges | None:
@@ -42,7 +57,7 @@ async def read_change(entry: Entry, worker: str, scripts: Scripts, records: Reco
 async def _read_records(admit: Admit, worker: str, scripts: Scripts, records: Records) -> Admission | NotRunnable:
     rid, _ = split_sequence_id(admit.sid)
     try:
-        request, record = await records.request(rid), await records.sequence(admit.sid)
+        request, record = await asyncio.gather(records.request(rid), records.sequence(admit.sid))
         chunks = await records.log(admit.sid) if record is not None and record.num_tokens else []
         return read_admission(admit, worker, request, record, chunks)
     except ProtocolError as e:

@@ -27,7 +27,7 @@ from services.gpu_worker.grammar import Grammars
 from services.gpu_worker.life import Life, member_of, new_life
 from services.gpu_worker.metrics_defs import WorkerMetrics
 from services.gpu_worker.outbox import NOTHING, Carried
-from services.gpu_worker.plan_reader import read_change
+from services.gpu_worker.plan_reader import read_changes
 from services.gpu_worker.reports import report, running_state
 from services.gpu_worker.running_set import Change, RunningSet
 from services.gpu_worker.seals import inventory_pages
@@ -155,19 +155,20 @@ class WorkerService:
         if not life.entries:
             life.entries += await life.reader.read(block_ms)
         while life.entries and life is self.life:
-            change = await read_change(life.entries[0], life.worker, self.scripts, self.records)
+            changes = await read_changes(life.entries, life.worker, self.scripts, self.records)
             if life is not self.life:
                 break
-            life.entries.popleft()
-            if change is not None and self.fleet is not None:
-                self.fleet.notice(change)
-            if isinstance(change, Change):
-                self.engine_loop.submit(change)
-                self._answers.begin(change)
-                num_changes += 1
-                if isinstance(change.message, Admit) and not self.lease_is_short:
-                    self.lease_is_short = self.beat_is_due = True
-                    self.lease_became_short.set()
+            for change in changes:
+                life.entries.popleft()
+                if change is not None and self.fleet is not None:
+                    self.fleet.notice(change)
+                if isinstance(change, Change):
+                    self.engine_loop.submit(change)
+                    self._answers.begin(change)
+                    num_changes += 1
+                    if isinstance(change.message, Admit) and not self.lease_is_short:
+                        self.lease_is_short = self.beat_is_due = True
+                        self.lease_became_short.set()
         return num_changes
 
     def step(self) -> bool:
@@ -293,8 +294,7 @@ class WorkerService:
             return
         # a commit at the same time may have come after this and made the lease short again
         self.lease_is_short = busy or committing or num_commits != self._num_commits
-        now = self.clock()
-        if now - self._published_at >= metrics.PUBLISH_EVERY_S:
+        if (now := self.clock()) - self._published_at >= metrics.PUBLISH_EVERY_S:
             self.metrics.observe(self.engine_loop)
             await metrics.publish(self._beat.redis, self.scripts.prefix, "worker", life.worker, self.metrics.registry)
             self._published_at = now

@@ -6,6 +6,7 @@ twice. Decides nothing.
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Callable, Sequence
 
@@ -27,12 +28,14 @@ from services.scheduler.actions import (
 from services.scheduler.core import SchedulerCore
 from shared.protocol import Outcome
 from shared.records import Records
+from shared.runtime import all_of
 from shared.scripts import Scripts
 from shared.wire import ProtocolError, decode_as, encode, pack_ids, split_sequence_id
 
 log = logging.getLogger(__name__)
 
 MAX_CALL_BYTES = 256 * 1024  # of calls to a store in one message to Redis, and one call more
+MAX_TOGETHER = 16  # records read, or sequences assigned, without waiting for the reply to the one before
 ENGINE_FAILED = "the engine failed on this request alone"
 UNREADABLE = Outcome(reason="error", code="internal_error", message="the request's records cannot be read")
 
@@ -49,14 +52,19 @@ class Executor:
         self._on_fenced = on_fenced
 
     async def carry_out(self, todo: Sequence[Action], core: SchedulerCore) -> int:
-        """The first one, and those after it that go along in the same call to a store; how many."""
+        """The first one, and those after it that go along in the same call to a store, or that need not wait for its
+        reply; how many. They are sent in order; where one's reply is lost all are to be repeated."""
         if isinstance(todo[0], Call):
             return await self._call(todo[0].store, todo, core)
+        together = _together(todo)
+        await all_of(self._carry_out_or_give_up(action, core) for action in together)
+        return len(together)
+
+    async def _carry_out_or_give_up(self, action: Action, core: SchedulerCore) -> None:
         try:
-            await self._carry_out_one(todo[0], core)
+            await self._carry_out_one(action, core)
         except ResponseError as e:
-            self._give_up(todo[0], core, e)
-        return 1
+            self._give_up(action, core, e)
 
     def _give_up(self, action: Action, core: SchedulerCore, error: ResponseError) -> None:
         """A script fails for a sequence whose record makes no sense: the others go on without it. An action about a
@@ -168,6 +176,13 @@ class Executor:
                 core.on_placed(worker, sid, record, deadlines)
             else:
                 await self._scripts.requeue(sid, record.epoch)
+
+
+def _together(todo: Sequence[Action]) -> list[Action]:
+    """The first, and those after it that do the same for other sequences: nothing of one depends on another's."""
+    kind = type(todo[0])
+    alike = itertools.takewhile(lambda action: type(action) is kind, todo)
+    return list(itertools.islice(alike, MAX_TOGETHER if kind in (ReadRecord, Assign) else 1))
 
 
 def _calls(store: str, todo: Sequence[Action]) -> tuple[set[str], list[bytes]]:

@@ -14,6 +14,7 @@ from shared.wire import decode_as
 from shared.worker_protocol import Extend, ListInventory, Preempt, Report, RunningState, TakeOver
 from tests.gpu_worker.builders import CAPACITY
 from tests.gpu_worker.worker_bench import MODEL, SCHEDULER, STORE, WorkerBench, losing_reply, worker_bench
+from tests.helpers import counting
 
 PROMPT = list(b"abcdef")
 CANCELLED = Outcome(reason="cancelled")
@@ -90,6 +91,18 @@ async def test_a_plan_entry_that_is_not_ours_is_left_out(bench: WorkerBench) -> 
     assert (await bench.record(sid)).state == "done"
 
 
+async def test_records_of_what_is_assigned_at_once_are_read_at_once(
+    bench: WorkerBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    most: dict[str, int] = {}
+    for name in ("request", "sequence"):
+        monkeypatch.setattr(bench.worker.records, name, counting(most, name, getattr(bench.worker.records, name)))
+    sids = [await bench.place(PROMPT, rid=f"r{n}", block_ids=range(4 * n, 4 * n + 4), max_tokens=1) for n in range(3)]
+    assert await bench.worker.read_plan(0) == 3
+    bench.worker.step()
+    assert most == {"request": 3, "sequence": 3} and [place[0] for place in bench.worker.running.places()] == sids
+
+
 # --- lost replies ----------------------------------------------------------------------------------------------------
 
 
@@ -146,7 +159,7 @@ async def test_a_plan_read_half_way_is_taken_up_again(
     monkeypatch.setattr(bench.worker.records, "request", fail_second)
     with pytest.raises(ConnectionError):
         await bench.worker.read_plan(0)
-    assert await bench.worker.read_plan(0) == 1
+    assert await bench.worker.read_plan(0) == 2  # the first has waited with it
     await bench.run_dry()
     assert [(await bench.record(sid)).state for sid in sids] == ["done", "done"]
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from redis.exceptions import ConnectionError, ResponseError
 
+from services.scheduler import executor
 from services.scheduler.service import SchedulerService
 from shared.bus import connect
 from shared.protocol import Event, Outcome, TokenChunk
@@ -16,7 +17,7 @@ from shared.runtime import Stop
 from shared.store_calls import Ensure
 from shared.wire import decode, decode_as, encode
 from shared.worker_protocol import Admit, TakeOver
-from tests.helpers import wait_until
+from tests.helpers import counting, wait_until
 from tests.scheduler.pipeline import FakeStore, FakeWorker, Pipeline, pipeline_at
 from tests.shared.script_world import CANCELLED, HOUR_MS, MODEL, World, world_at
 
@@ -526,3 +527,20 @@ async def test_it_serves_until_it_is_stopped_and_leaves_in_order(redis_url: str)
         assert (await w.events())[-1] == ("left", "s")
         for client in clients:
             await client.aclose()
+
+
+async def test_what_comes_at_once_is_read_and_assigned_at_once(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In order, and none waits for the reply to another: of each kind of call some are under way at a time."""
+    async with pipeline_at(redis_url) as p:
+        service = await p.up()
+        monkeypatch.setattr(executor, "MAX_TOGETHER", 4)
+        most: dict[str, int] = {}
+        for owner, name in ((service.records, "request"), (service.scripts, "assign")):
+            monkeypatch.setattr(owner, name, counting(most, name, getattr(owner, name)))
+        sids = [f"r{i}.0" for i in range(6)]
+        for sid in sids:
+            await p.w.admit(sid.removesuffix(".0"))
+        await service.read_queue(0)
+        await p.settle()
+        assert most == {"request": 4, "assign": 4}
+        assert [m.sid for m in p.worker.seen if isinstance(m, Admit)] == sids

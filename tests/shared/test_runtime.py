@@ -12,7 +12,7 @@ import pytest
 from redis.exceptions import BusyLoadingError, ConnectionError, TimeoutError
 
 from shared import bus
-from shared.runtime import Stop, farewell, forever, redis_answers, run_until_stopped, wait_for_event
+from shared.runtime import Stop, all_of, farewell, forever, redis_answers, run_until_stopped, wait_for_event
 from tests.helpers import wait_until
 
 ROOT = Path(__file__).parents[2]
@@ -75,6 +75,25 @@ async def test_any_other_failure_ends_the_loop() -> None:
 async def test_waiting_for_redis_ends_when_stopped() -> None:
     stop = Stop()
     await forever("x", Steps(stop, ConnectionError("x"), ConnectionError("x")).step, stop)
+
+
+async def test_calls_begin_in_order_and_end_together() -> None:
+    events: list[str] = []
+
+    async def call(name: str, turns: int, error: Exception | None = None) -> str:
+        events.append(f"{name} begins")
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        events.append(f"{name} ends")
+        if error:
+            raise error
+        return name
+
+    assert await all_of([call("a", 3), call("b", 1)]) == ["a", "b"]
+    assert events == ["a begins", "b begins", "b ends", "a ends"]
+    with pytest.raises(ConnectionError):
+        await all_of([call("c", 1, ConnectionError()), call("d", 5)])
+    assert events[-1] == "d ends"
 
 
 async def test_an_event_is_waited_for_no_longer_than_asked() -> None:
