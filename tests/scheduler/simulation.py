@@ -95,6 +95,7 @@ class Worker:
         self.pool_term = 0
         self.run_term = 0  # of the scheduler that was answered last, to which reports go
         self.question: TakeOver | None = None  # to be answered
+        self.hears_replies = True  # else it says again what it has said
         self.taken: list[Taken] = []
         self.num_told = 0  # of what was taken, before that
         self.seals: list[Seal] = []
@@ -221,7 +222,7 @@ class Worker:
             spare_block_ids=tuple(sorted(self.spares)), seals=seals, num_taken=self.num_told,
         )  # fmt: skip
 
-    def answer(self, sim: Simulation, is_acknowledged: bool = True) -> None:
+    def answer(self, sim: Simulation) -> None:
         """The running state, which says what the next report would have said of blocks."""
         if self.question is None:
             return
@@ -229,10 +230,10 @@ class Worker:
         self.num_told += len(self.taken)
         self.taken, self.seals = [], []
         sim.to_scheduler(question.inbox, self.running_state(question))
-        if is_acknowledged:
+        if self.hears_replies:
             self.inbox, self.run_term, self.question = question.inbox, question.term, None
 
-    def report(self, sim: Simulation, is_acknowledged: bool = True) -> None:
+    def report(self, sim: Simulation) -> None:
         if not self.inbox or not (self.rows or self.taken or self.seals or self.ended):
             return
         report = Report(
@@ -241,7 +242,7 @@ class Worker:
             spare_block_ids=tuple(sorted(self.spares)), seals=tuple(self.seals), ended=tuple(self.ended),
             taken_from=self.num_told,
         )  # fmt: skip
-        if is_acknowledged:
+        if self.hears_replies:
             self.num_told += len(self.taken)
             self.taken, self.seals, self.ended = [], [], []
         sim.to_scheduler(self.inbox, report)
@@ -472,6 +473,8 @@ class Simulation:
 
     def run(self, max_rounds: int = 400) -> None:
         """Without faults until all is done, everything in turn; AssertionError if it never is."""
+        for worker in self.workers.values():
+            worker.hears_replies = True
         for i in range(max_rounds):
             self.now += 0.05
             self.tell_store()

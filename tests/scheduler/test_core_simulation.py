@@ -50,9 +50,10 @@ def disturbed(sim: Simulation, rng: random.Random, faults: Seq[int] = range(NUM_
                 sim.inbox[0], sim.inbox[1] = second, first
 
         case 11:
-            rng.choice(list(sim.workers.values())).answer(sim, is_acknowledged=False)  # it will answer once more
+            worker = rng.choice(list(sim.workers.values()))
+            worker.hears_replies = not worker.hears_replies
         case 12:
-            rng.choice(list(sim.workers.values())).report(sim, is_acknowledged=False)
+            rng.choice(list(sim.workers.values())).report(sim)
         case 13:
             sim.core.agree_anew()
         case 14:
