@@ -72,7 +72,7 @@ def test_a_run_goes_on_from_published_heads(
         published_medusa(model, tmp_path / "old", num_blocks=1)
     else:
         published(method, model, tmp_path / "old")
-    options = ("--hours", "0.0008", "--method", method, "--init-from", str(tmp_path / "old"), "--seed", "3")
+    options = ("--hours", "0.0015", "--method", method, "--init-from", str(tmp_path / "old"), "--seed", "3")
     assert run(model, *options) == 0
     old, new = (load_file(folder / "model.safetensors") for folder in (tmp_path / "old", tmp_path / "out"))
     assert old.keys() == new.keys()
