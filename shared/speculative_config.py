@@ -8,10 +8,8 @@ from typing import Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 OFF = "none"
-NOT_YET = ("auto",)
 HEADS = ("medusa", "eagle", "eagle3")
 MODELS = ("draft_model", *HEADS)
-KNOWN = ("ngram", "suffix", *MODELS)
 MAX_SPECULATIVE_TOKENS = 64
 OF_METHODS = {
     "prompt_lookup_min": ("ngram",), "prompt_lookup_max": ("ngram",), "model": MODELS, "quantization": ("draft_model",),
@@ -25,7 +23,7 @@ class SpeculativeConfig(BaseModel):
     `draft_model`."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
-    method: Literal["ngram", "suffix", "draft_model", "medusa", "eagle", "eagle3"]
+    method: Literal["auto", "ngram", "suffix", "draft_model", "medusa", "eagle", "eagle3"]
     num_speculative_tokens: int = Field(default=16, ge=1, le=MAX_SPECULATIVE_TOKENS)
     prompt_lookup_min: int = Field(default=2, ge=1, le=16)
     prompt_lookup_max: int = Field(default=5, ge=1, le=16)
@@ -42,8 +40,6 @@ class SpeculativeConfig(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _known(cls, fields: Any) -> Any:
-        if fields.get("method") in NOT_YET:
-            raise ValueError(f"method: {fields['method']} is not supported yet, only {', '.join(KNOWN)}")
         for name, methods in OF_METHODS.items():
             if name in fields and fields.get("method") not in methods:
                 only = f"only the method {methods[0]} has" if len(methods) == 1 else f"only {', '.join(methods)} have"

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 from services.gpu_worker.batch import Engine
 from services.gpu_worker.probe import measure_rows
-from services.gpu_worker.speculative.batch_proposer import BatchProposer
+from services.gpu_worker.speculative.auto import AutoSpeculator
+from services.gpu_worker.speculative.batch_proposer import BatchProposer, RowReader
 from services.gpu_worker.speculative.draft_model import DraftModel
 from services.gpu_worker.speculative.fleet import Fleet
 from services.gpu_worker.speculative.model_speculator import ModelSpeculator
+from services.gpu_worker.speculative.purse import Purse
+from services.gpu_worker.speculative.row_cost import RowCost
 from services.gpu_worker.speculative.speculator import Speculator
 from shared.speculative_config import SpeculativeConfig
 
-AnySpeculator = Speculator | ModelSpeculator
+AnySpeculator = Speculator | ModelSpeculator | AutoSpeculator
 Guesser = Engine | BatchProposer  # a draft model's, or heads
 
 
@@ -24,8 +28,28 @@ def make_drafter(
     if config is None:
         return None
     cost = measure_rows(engine)
+    if config.method == "auto":
+        assert draft is None or isinstance(draft, RowReader)
+        return make_auto(config, draft, cost, max_step_s, Fleet(engine.info.vocab_size) if config.fleet else None)
     if draft is None:
         fleet = Fleet(engine.info.vocab_size) if config.fleet else None
         return Speculator(config, cost, max_step_s=max_step_s, fleet=fleet, clock=time.monotonic)
     model = draft if isinstance(draft, BatchProposer) else DraftModel(draft, measure_rows(draft))
     return ModelSpeculator(config, model, time.monotonic, cost, max_step_s=max_step_s)
+
+
+def make_auto(
+    config: SpeculativeConfig, heads: RowReader | None, cost: RowCost, max_step_s: float, fleet: Fleet | None,
+    clock: Callable[[], float] = time.monotonic,
+) -> Speculator | AutoSpeculator:  # fmt: skip
+    """Without heads what is in texts, alone."""
+    purse = Purse()
+    own = config.model_copy(update={"method": "suffix"})
+    text = Speculator(own, cost, max_step_s=max_step_s, fleet=fleet, clock=clock, purse=purse)
+    if heads is None:
+        return text
+    own = config.model_copy(update={"method": "eagle3"})
+    model = ModelSpeculator(own, heads, clock, cost, max_step_s=max_step_s, purse=purse)
+    auto = AutoSpeculator(text, model, "eagle3")
+    heads.wants = auto.wants_rows
+    return auto

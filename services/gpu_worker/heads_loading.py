@@ -90,13 +90,16 @@ class Heads:
         head = NativeEagle(config, weights, engine.decoder, num_blocks=info.num_blocks, block_size=info.block_size,
                            max_model_len=info.max_model_len)  # fmt: skip
         proposer = HeadProposer(head, info.block_size)
-        engine.tap(config.tap_layers, proposer.take)
+        engine.tap(config.tap_layers, proposer.take, proposer.wants_rows)
         return proposer
 
 
 def heads_of(own: WorkerSettings, target: Path, cache_dir: Path) -> Heads | None:
-    """Where the method is one of heads; that may be a download."""
+    """Where the method is one of heads, which may be a download, or takes them where they come along."""
     config = speculative_config.parse(own.speculative_config)
+    if config is not None and config.method == "auto":
+        folder = _packaged(target)
+        return Heads(folder, "eagle3", target, own.block_size) if folder else None
     if config is None or config.method not in speculative_config.HEADS:
         return None
     if not config.model:
@@ -109,7 +112,16 @@ def heads_of(own: WorkerSettings, target: Path, cache_dir: Path) -> Heads | None
 
 
 def packaged_heads(target: Path) -> Path:
+    """ConfigError where none come along."""
+    folder = _packaged(target)
+    if folder is None:
+        names = ", ".join(model_source.KNOWN)
+        raise ConfigError(f"{KEY}: is missing; only {names} has a head that comes along")
+    return folder
+
+
+def _packaged(target: Path) -> Path | None:
     for name, model in model_source.KNOWN.items():
         if model.file_name == target.name and (PACKAGED / name).is_dir():
             return PACKAGED / name
-    raise ConfigError(f"{KEY}: is missing; only {', '.join(model_source.KNOWN)} has a head that comes along")
+    return None

@@ -5,6 +5,7 @@ from __future__ import annotations
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from services.gpu_worker.engine_thread import EngineLoop
+from services.gpu_worker.speculative.auto import AutoSpeculator
 from services.gpu_worker.speculative.fleet import Fleet
 from services.gpu_worker.speculative.model_speculator import ModelSpeculator
 from services.gpu_worker.speculative.speculator import Speculator
@@ -71,7 +72,7 @@ class WorkerMetrics:
             running = loop.running
             counts = dict(running.counts)
             speculator = running.drafting.drafter
-            if isinstance(speculator, Speculator | ModelSpeculator):
+            if isinstance(speculator, AutoSpeculator | Speculator | ModelSpeculator):
                 self._observe_drafts(speculator)
                 if speculator.fleet is not None:
                     self._observe_fleet(speculator.fleet)
@@ -98,7 +99,7 @@ class WorkerMetrics:
         for event, count in counts.items():
             self._events.labels(event).inc(self._new(f"event {event}", count))
 
-    def _observe_drafts(self, speculator: Speculator | ModelSpeculator) -> None:
+    def _observe_drafts(self, speculator: AutoSpeculator | Speculator | ModelSpeculator) -> None:
         for method, counts in speculator.counts.items():
             self._time_saved.labels(method).set(counts.saved_s)
             for name, total in (

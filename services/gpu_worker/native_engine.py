@@ -34,6 +34,7 @@ from services.gpu_worker.weights.loader import Progress, open_source
 from services.gpu_worker.weights.native_loader import load_native_weights, return_freed_memory
 
 TellTaps = Callable[[Seq[Chunk], torch.Tensor], None]
+WantsTaps = Callable[[Seq[Chunk]], bool]
 BLOCK_SIZES = (1, 2, 4, 8, 16, 32, 48, 64, 128, 256)
 
 
@@ -87,12 +88,19 @@ class NativeEngine:
         self.decoder = decoder
         self._geometry = geometry
         self._before: NativeStep | None = None
+        self._tap_layers: tuple[int, ...] = ()
         self._tell_taps: TellTaps | None = None
+        self._wants_taps: WantsTaps = lambda chunks: True
 
-    def tap(self, layers: tuple[int, ...], tell: TellTaps) -> None:
-        """From now on tells, of each step that has ended, what these layers read for its rows, as `hidden_rows` has it.
-        Of a tree of drafts, of the rows that were right. In the thread that takes the step's results."""
-        self.decoder.tap_layers, self._tell_taps = layers, tell
+    def tap(self, layers: tuple[int, ...], tell: TellTaps, wants: WantsTaps = lambda chunks: True) -> None:
+        """From now on tells, of each step that has ended, what these layers read for its rows, as `hidden_rows` has it,
+        where that was wanted when it began; of a tree of drafts, of the rows that were right. In the thread that takes
+        the step's results."""
+        self._tap_layers, self._tell_taps, self._wants_taps = layers, tell, wants
+
+    def _tapped(self, chunks: Seq[Chunk]) -> None:
+        """Says what the next step keeps."""
+        self.decoder.tap_layers = self._tap_layers if self._tap_layers and self._wants_taps(chunks) else ()
 
     @classmethod
     def load(
@@ -150,6 +158,7 @@ class NativeEngine:
         if not chunks:
             return []
         inputs = build_native_inputs(chunks, self._geometry)
+        self._tapped(chunks)
         with memory_errors():
             run = self.decoder.run(inputs)
         return NativeStep(self.decoder, chunks, inputs, run, self._tell_taps).results()
@@ -158,6 +167,7 @@ class NativeEngine:
         """As `OverlappingEngine.begin`."""
         before = self._before
         inputs = build_native_inputs(chunks, self._geometry, before.samples if before else None)
+        self._tapped(chunks)
         with memory_errors():
             run = self.decoder.begin(inputs, before.run if before else None)
         self._before = NativeStep(self.decoder, chunks, inputs, run, self._tell_taps)

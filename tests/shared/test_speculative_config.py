@@ -8,6 +8,7 @@ from shared.speculative_config import SpeculativeConfig, parse
 def test_methods_and_their_defaults() -> None:
     assert parse("none") is None
     assert parse('{"method": "suffix"}') == SpeculativeConfig(method="suffix", num_speculative_tokens=16)
+    assert parse('{"method": "auto"}') == SpeculativeConfig(method="auto", num_speculative_tokens=16, fleet=True)
     off = parse('{"method": "suffix", "fleet": false}')
     assert off is not None and not off.fleet
     got = parse('{"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 4}')
@@ -23,10 +24,7 @@ def test_methods_and_their_defaults() -> None:
         ("[]", "must be none or a JSON object like"),
         ("", "must be none or a JSON object like"),
         ("{}", "method: is missing"),
-        (
-            '{"method": "auto"}',
-            "method: auto is not supported yet, only ngram, suffix, draft_model, medusa, ",
-        ),
+        ('{"method": "auto", "model": "x"}', "model: only draft_model, medusa, eagle, eagle3 have it"),
         ('{"method": "eagle"}', "model: is missing"),
         ('{"method": "medusa"}', "model: is missing"),
         ('{"method": "eagle", "model": "x", "quantization": "int8"}', "quantization: only the method draft_model has"),
@@ -39,8 +37,11 @@ def test_methods_and_their_defaults() -> None:
         ('{"method": "draft_model", "model": "x", "prompt_lookup_min": 2}', "prompt_lookup_min: only the method ngram"),
         ('{"method": "suffix", "quantization": "int8"}', "quantization: only the method draft_model has it"),
         ('{"method": "suffix", "modell": "x"}', "modell: unknown key (known: method, num_speculative_tokens, "),
-        ('{"method": "magic"}', "method: should be 'ngram', 'suffix', 'draft_model', 'medusa', 'eagle' or 'eagle3'"),
-        ('{"method": 3}', "method: should be 'ngram', 'suffix', 'draft_model', 'medusa', 'eagle' or 'eagle3'"),
+        (
+            '{"method": "magic"}',
+            "method: should be 'auto', 'ngram', 'suffix', 'draft_model', 'medusa', 'eagle' or 'eagle3'",
+        ),
+        ('{"method": 3}', "method: should be 'auto', 'ngram', 'suffix', 'draft_model', 'medusa', 'eagle' or 'ea"),
         ('{"method": "suffix", "model": "x"}', "model: only draft_model, medusa, eagle, eagle3 have it"),
         ('{"method": "suffix", "prompt_lookup_max": 3}', "prompt_lookup_max: only the method ngram has it"),
         ('{"method": "suffix", "num_speculative_tokens": 0}', "num_speculative_tokens: should be greater than"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from typing import Protocol, runtime_checkable
 
@@ -37,3 +38,11 @@ class BatchProposer(Protocol):
     def forget(self, seq: Sequence) -> None:
         """It has left; nothing was proposed since."""
         ...
+
+
+@runtime_checkable
+class RowReader(BatchProposer, Protocol):
+    """Guesses from what the target's layers read for each token. wants: is that to be kept for a sequence? One of which
+    something was not kept is read anew from there on."""
+
+    wants: Callable[[Sequence], bool]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 
+WORTH = 1.02  # times as many tokens a second must be expected: what steps cost is known no better
 MAX_SHARE = 0.1  # of a step's time, that the drafts of one sequence add for others who have none
 
 
@@ -47,7 +48,7 @@ def choose_lengths(
     order = sorted(
         ((chance, i) for i, chances in enumerate(survivals) for chance in chances), key=lambda each: -each[0]
     )  # stable, so the drafts of a sequence stay in order
-    best, best_count, expected = num_sampled / cost(num_rows), 0, float(num_sampled)
+    best, best_count, expected = WORTH * num_sampled / cost(num_rows), 0, float(num_sampled)
     for count, (chance, _) in enumerate(order[:num_free], start=1):
         expected += chance
         rate = expected / cost(num_rows + count)

@@ -47,10 +47,12 @@ class _Read:
     block_ids: list[int]  # that the head has written to
     kept: list[tuple[int, torch.Tensor]] = field(default_factory=list)
     num_kept: int = 0
+    end: int = 0  # behind the last that was kept
     is_given_up: bool = False
 
     def keep(self, start: int, rows: torch.Tensor) -> None:
         """Most are read before the next come; those that are not leave what else their step has computed."""
+        self.end = start + len(rows)
         if self.is_given_up:
             return
         if self.kept and (own := self.kept[-1][1]).nbytes < own.untyped_storage().nbytes():
@@ -98,28 +100,36 @@ class HeadProposer:
         self._later_cost = RowCost()  # of each that follows
         self._blocks = DraftBlocks()
         self.max_drafts = MAX_SPECULATIVE_TOKENS
+        self.wants: Callable[[Sequence], bool] = lambda seq: True
         self._read: dict[str, _Read] = {}
+
+    def wants_rows(self, chunks: Seq[Chunk]) -> bool:
+        """Of a step: is there one whose rows are wanted?"""
+        return any(self.wants(chunk.seq) for chunk in chunks)
 
     def take(self, chunks: Seq[Chunk], taps: torch.Tensor) -> None:
         """taps [rows, taps, hidden_size]: what was read for the chunks' rows."""
         row = 0
         for chunk in chunks:
             own = taps[row : row + chunk.num_rows]
-            self._of(chunk).keep(chunk.start, own if len(taps) - len(own) <= FEW_OTHERS else own.clone())
             row += chunk.num_rows
+            if self.wants(chunk.seq):
+                self._of(chunk).keep(chunk.start, own if len(taps) - len(own) <= FEW_OTHERS else own.clone())
         readers = list(self._read.values())
         while sum(read.num_kept for read in readers) > MAX_KEPT_ROWS:
             max(readers, key=lambda read: read.num_kept).give_up()
 
     def _of(self, chunk: Chunk) -> _Read:
+        """One of which something was not kept begins anew behind it."""
         seq = chunk.seq
         read = self._read.get(seq.sid)
-        if read is None or read.seq is not seq:
+        if read is None or read.seq is not seq or chunk.start > read.end:
             held, size = self._blocks.num_held(seq.block_ids, seq.keys), self._size
             base, first = 0, chunk.start
             if held * size < chunk.start:
                 base = first = -(-chunk.start // size) * size
-            read = self._read[seq.sid] = _Read(seq, base, first, 0 if base else held, list(seq.block_ids))
+            read = _Read(seq, base, first, 0 if base else held, list(seq.block_ids), end=chunk.start)
+            self._read[seq.sid] = read
         return read
 
     def forget(self, seq: Sequence) -> None:
@@ -129,9 +139,14 @@ class HeadProposer:
 
     def num_behind(self, seq: Sequence) -> int:
         read = self._read.get(seq.sid)
-        if read is None or read.seq is not seq or read.is_given_up:
+        if (
+            read is None
+            or read.seq is not seq
+            or read.is_given_up
+            or not read.num_read < len(seq.token_ids) - 1 <= read.end
+        ):
             return FAR_BEHIND
-        return max(1, len(seq.token_ids) - 1 - read.num_read)
+        return len(seq.token_ids) - 1 - read.num_read
 
     def seconds(self, num_sequences: int, num_drafts: int) -> float:
         """A later guess finds the head's weights in a cache; until one was made it counts as half of a first."""
@@ -145,9 +160,9 @@ class HeadProposer:
         found: list[Proposal] = [NOTHING] * len(sequences)
         wanted: dict[int, tuple[_Read, Wanted]] = {}
         for i in sorted(range(len(sequences)), key=lambda i: self.num_behind(sequences[i])):
-            read = self._read.get(sequences[i].sid)
-            if read is None or read.seq is not sequences[i] or read.is_given_up:
+            if self.num_behind(sequences[i]) == FAR_BEHIND:
                 continue
+            read = self._read[sequences[i].sid]
             if (own := self._wanted(read, most[i], 1 + max(0, num_tokens))) is not None:
                 wanted[i] = read, own
                 num_tokens -= len(own.taps) - 1

@@ -18,13 +18,13 @@ from dataclasses import dataclass
 from services.gpu_worker.batch import Chunk, Drawn, Sequence
 from services.gpu_worker.speculative.acceptance import Acceptance
 from services.gpu_worker.speculative.batch_proposer import BatchProposer
-from services.gpu_worker.speculative.choice import MAX_SHARE, choose_fairly
-from services.gpu_worker.speculative.counts import Counts, saved_s
+from services.gpu_worker.speculative.choice import MAX_SHARE, WORTH, choose_fairly
+from services.gpu_worker.speculative.counts import Counts, Savings
 from services.gpu_worker.speculative.draft import Draft, chain
 from services.gpu_worker.speculative.proposer import NOTHING, Proposal
 from services.gpu_worker.speculative.purse import Purse
 from services.gpu_worker.speculative.row_cost import RowCost
-from services.gpu_worker.speculative.speculator import HELD_TOKENS, WORKER_SHARE_KEPT
+from services.gpu_worker.speculative.speculator import HELD_TOKENS, NO_OFFER, WORKER_SHARE_KEPT, Offer
 from shared.speculative_config import SpeculativeConfig
 
 log = logging.getLogger(__name__)
@@ -55,25 +55,31 @@ class ModelSpeculator:
 
     def __init__(
         self, config: SpeculativeConfig, proposer: BatchProposer, clock: Callable[[], float],
-        cost: RowCost | None = None, *, max_step_s: float = float("inf"),
+        cost: RowCost | None = None, *, max_step_s: float = float("inf"), purse: Purse | None = None,
     ) -> None:  # fmt: skip
         self.fleet = None
         self.counts = {config.method: Counts()}
-        self.purse = Purse()
+        self.purse = purse or Purse()
+        self._cost = cost or RowCost()
+        self._savings = Savings(self._cost)
+        self.pays = True  # when it was last asked; before, it may
+        self.spent_s = 0.0  # before the latest step
         self._config = config
         self._proposer = proposer
         self._clock = clock
-        self._cost = cost or RowCost()
         self._max_step_s = max_step_s
         self._by_strength = Acceptance(share_kept=WORKER_SHARE_KEPT)
         self._by_place = Acceptance(share_kept=WORKER_SHARE_KEPT, unknown=lambda place: UNKNOWN_CHANCE)
         self._followed: dict[str, _Followed] = {}
         self._asked: list[tuple[_Followed, int]] = []
         self._drafted: list[_Followed] = []  # in the latest step
-        self._spent_s = 0.0  # before it
         self._num_failures = 0
         self._rests_until = 0.0  # the proposer, by the clock
         self._left: deque[Sequence] = deque()  # some while others are guessed for
+
+    @property
+    def is_usable(self) -> bool:
+        return self._num_failures < MAX_FAILURES or self._clock() >= self._rests_until
 
     def forget(self, seq: Sequence) -> None:
         self._left.append(seq)
@@ -98,12 +104,15 @@ class ModelSpeculator:
     def plan(self, chunks: Seq[Chunk], most: Seq[int], num_free: int) -> list[int]:
         """The first token of an answer waits for no guesses."""
         self._forget_left()
-        self._spent_s, self._asked = 0.0, []
+        self.plan_nothing()
         most = [n if c.count == 1 and c.seq.num_output_tokens else 0 for c, n in zip(chunks, most, strict=True)]
         num_sampled, num_rows = sum(c.sample for c in chunks), sum(c.count for c in chunks)
         counts = self._counts([c.seq for c in chunks], most, num_sampled, num_rows, num_free)
         self._asked = [(self._follow(c.seq), n) for c, n in zip(chunks, counts, strict=True) if n]
         return counts
+
+    def plan_nothing(self) -> None:
+        self.spent_s, self._asked = 0.0, []
 
     def expects(self, sequences: Seq[Sequence], most: Seq[int], num_free: int) -> bool:
         return any(self._counts(sequences, most, len(sequences), len(sequences), num_free))
@@ -114,19 +123,26 @@ class ModelSpeculator:
         """How many tokens to guess for each."""
         counts = [0] * len(sequences)
         able = {i: n for i, n in enumerate(map(self._most, sequences, most)) if n}
-        if not able or self._rests or not self.purse.may_draft:
+        if not able or not self.is_usable or not self.purse.may_draft or self._savings.wants_plain:
             return counts
         survivals = [self._follow(sequences[i]).by_place.survival(range(n)) for i, n in able.items()]
         length = self._length(survivals, num_sampled, num_rows, num_free)
+        self.pays = length > 0
         if length:
             return [min(length, able.get(i, 0)) for i in range(len(sequences))]
         if self.purse.may_try:
             counts[min(able, key=lambda i: self._proposer.num_behind(sequences[i]))] = 1
         return counts
 
-    @property
-    def _rests(self) -> bool:
-        return self._num_failures >= MAX_FAILURES and self._clock() < self._rests_until
+    def promise(self, seq: Sequence, most: int) -> float:
+        """How many tokens more in a step, less what guessing takes, if it was guessed for alone."""
+        chances = self._follow(seq).by_place.survival(range(self._most(seq, most)))
+        step_s = self._cost.seconds(1) or 1.0
+        best = sure = 0.0
+        for length, chance in enumerate(chances, 1):
+            sure += chance
+            best = max(best, sure - self._proposer.seconds(1, length) / step_s)
+        return best
 
     def _most(self, seq: Sequence, allowed: int) -> int:
         if not allowed or len(seq.token_ids) < self._follow(seq).held_until:
@@ -140,7 +156,12 @@ class ModelSpeculator:
         little for the others'."""
         cost, num, others_wait = self._cost, len(survivals), num_sampled > len(survivals) or num_rows > num_sampled
         step_s = cost.seconds(num_rows)
-        best, best_length, expected, num_drafts = num_sampled / step_s if step_s else 0.0, 0, float(num_sampled), 0
+        best, best_length, expected, num_drafts = (
+            WORTH * num_sampled / step_s if step_s else 0.0,
+            0,
+            float(num_sampled),
+            0,
+        )
         for length in range(1, max(map(len, survivals)) + 1):
             own = [chances[length - 1] for chances in survivals if len(chances) >= length]
             expected, num_drafts = expected + sum(own), num_drafts + len(own)
@@ -164,8 +185,8 @@ class ModelSpeculator:
         except Exception:
             proposals = [NOTHING] * len(sequences)
             self._proposer_failed()
-        self._spent_s = self._clock() - started
-        self.purse.pay(self._spent_s)
+        self.spent_s = self._clock() - started
+        self.purse.pay(self.spent_s)
         for (followed, _), proposal in zip(self._asked, proposals, strict=True):
             followed.proposal = proposal
 
@@ -184,22 +205,32 @@ class ModelSpeculator:
             num *= 2
         return num
 
-    def draft(self, chunks: Seq[Chunk], most: Seq[int], num_free: int) -> list[Draft]:
+    def offers(self, chunks: Seq[Chunk], most: Seq[int]) -> dict[str, Offer]:
+        """What has been guessed, by the sequences' ids."""
         self._forget_left()
-        proposals = [self._follow(c.seq).proposal for c in chunks]
-        survivals = [
-            self._follow(c.seq).by_strength.survival(proposal.strengths[: self._most(c.seq, n)])
-            for c, proposal, n in zip(chunks, proposals, most, strict=True)
-        ]
+        if not self._asked:
+            return {}
+        offers: dict[str, Offer] = {}
+        for chunk, n in zip(chunks, most, strict=True):
+            followed = self._followed.get(chunk.seq.sid)
+            if followed is not None and followed.seq is chunk.seq and (proposal := followed.proposal).ids:
+                strengths = proposal.strengths[: self._most(chunk.seq, n)]
+                offers[chunk.seq.sid] = proposal, followed.by_strength.survival(strengths)
+        return offers
+
+    def draft(self, chunks: Seq[Chunk], most: Seq[int], num_free: int) -> list[Draft]:
+        offers = self.offers(chunks, most)
+        survivals = [offers.get(c.seq.sid, NO_OFFER)[1] for c in chunks]
         lengths = self._choose(survivals, chunks, num_free) if any(survivals) else [0] * len(chunks)
         self._drafted = [self._follow(c.seq) for c, length in zip(chunks, lengths, strict=True) if length]
+        proposals = [offers.get(c.seq.sid, NO_OFFER)[0] for c in chunks]
         return [chain(proposal.ids[:length]) for proposal, length in zip(proposals, lengths, strict=True)]
 
     def _choose(self, survivals: Seq[Seq[float]], chunks: Seq[Chunk], num_free: int) -> list[int]:
         """With the time that guessing took already."""
         num_sampled, num_rows = sum(c.sample for c in chunks), sum(c.count for c in chunks)
         cost, unit_s = self._cost, self._cost.unit_s or 1.0
-        spent, max_cost = self._spent_s / unit_s, self._max_step_s / unit_s
+        spent, max_cost = self.spent_s / unit_s, self._max_step_s / unit_s
         return choose_fairly(
             survivals, num_sampled, num_rows, num_free, lambda num: spent + cost.relative(num), max_cost
         )
@@ -213,19 +244,28 @@ class ModelSpeculator:
         for chunk, tokens in zip(chunks, drawn, strict=True):
             if chunk.draft:
                 counts.note(chunk.draft, tokens)
+        self.learn(chunks, drawn)
+
+    def learn(self, chunks: Seq[Chunk], drawn: Seq[Drawn]) -> None:
+        """How often guesses were right."""
+        if not self._asked:
+            return
+        for chunk, tokens in zip(chunks, drawn, strict=True):
             followed = self._followed.get(chunk.seq.sid)
             if followed is not None and followed.seq is chunk.seq:
                 self._learn(followed, drawn=tokens)
 
     def _learn_cost(self, chunks: Seq[Chunk], drawn: Seq[Drawn], seconds: float) -> float:
         """What drafts have saved, of these seconds of the step and of the guessing before."""
-        saved, step_s = 0.0, seconds - self._spent_s
+        saved, step_s = 0.0, seconds - self.spent_s
         if all(c.sample and c.count == 1 for c in chunks):
             num_rows = sum(c.num_rows for c in chunks)
             self._cost.observe(num_rows, step_s)
-            saved = saved_s(self._cost, num_rows, drawn, step_s)
+            saved = self._savings.of(num_rows, drawn, step_s)
+            if num_rows == len(chunks) and not self.spent_s and step_s > 0.0:
+                self._savings.plain(num_rows, step_s)
         self.purse.step(seconds, saved)
-        return saved - self._spent_s
+        return saved - self.spent_s
 
     def _learn(self, followed: _Followed, drawn: Drawn) -> None:
         proposal, followed.proposal = followed.proposal, NOTHING
@@ -238,6 +278,10 @@ class ModelSpeculator:
 
     def failed(self) -> None:
         self._hold(self._drafted)
+
+    def hold(self, sequences: Seq[Sequence]) -> None:
+        """These had drafts in a step that failed."""
+        self._hold([self._follow(seq) for seq in sequences])
 
     def _hold(self, held: Seq[_Followed]) -> None:
         for followed in held:

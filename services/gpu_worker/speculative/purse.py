@@ -14,7 +14,8 @@ WEIGHT = 0.05  # of the newest step, in how long they take
 class Purse:
     """kept_steps: whose time it may hold, from the first step on."""
 
-    def __init__(self, kept_steps: float = 0.0) -> None:
+    def __init__(self, kept_steps: float = 0.0, share: float = SHARE) -> None:
+        self._share = share
         self._kept_steps = kept_steps
         self.balance_s = 0.0
         self._step_s = 0.0
@@ -24,8 +25,11 @@ class Purse:
         others_s: of those before it that nobody told of."""
         if not self._step_s:
             self.balance_s += self._kept_steps * seconds
-        self._step_s += (WEIGHT if self._step_s else 1.0) * (seconds - self._step_s)
-        self.balance_s = min(self._kept_steps * self._step_s, self.balance_s + SHARE * (seconds + others_s) + saved_s)
+        if not saved_s or not self._step_s:  # what is owed is counted in steps without drafts
+            self._step_s += (WEIGHT if self._step_s else 1.0) * (seconds - self._step_s)
+        self.balance_s = min(
+            self._kept_steps * self._step_s, self.balance_s + self._share * (seconds + others_s) + saved_s
+        )
 
     def pay(self, seconds: float) -> None:
         self.balance_s -= seconds

@@ -9,12 +9,14 @@ import pytest
 
 from services.gpu_worker.batch import Engine
 from services.gpu_worker.composer import Budget
+from services.gpu_worker.drafters import AnySpeculator, make_auto
 from services.gpu_worker.engine_thread import EngineLoop
 from services.gpu_worker.heads_loading import Heads, heads_of
 from services.gpu_worker.native_engine import NativeEngine
 from services.gpu_worker.running_set import Change, RunningSet
 from services.gpu_worker.sampler import validate
 from services.gpu_worker.speculative.draft_model import DraftModel
+from services.gpu_worker.speculative.head_proposer import HeadProposer
 from services.gpu_worker.speculative.model_speculator import ModelSpeculator
 from services.gpu_worker.speculative.speculator import Speculator
 from shared.protocol import TokenChunk
@@ -47,10 +49,12 @@ METHODS = {
     "right": '{"method": "draft_model", "model": "itself", "num_speculative_tokens": 4}',
     "wrong": '{"method": "draft_model", "model": "another", "num_speculative_tokens": 4}',
     "eagle3": '{"method": "eagle3", "num_speculative_tokens": 4}',
+    "auto": '{"method": "auto", "fleet": false, "num_speculative_tokens": 4}',
     "medusa": '{"method": "medusa", "model": "random", "num_speculative_tokens": 4}',
     "trained eagle3": '{"method": "eagle3", "model": "trained", "num_speculative_tokens": 4}',
     "trained medusa": '{"method": "medusa", "model": "trained", "num_speculative_tokens": 4}',
 }
+PACKAGED = ("eagle3", "auto")
 
 
 @pytest.fixture(scope="module")
@@ -77,19 +81,20 @@ def heads(engine: NativeEngine, tmp_path_factory: pytest.TempPathFactory) -> dic
     return {name: folder / name for name in ("medusa", "trained eagle3", "trained medusa")}
 
 
-def drafter_of(
-    method: str, engine: NativeEngine, draft: Engine | None, folders: dict[str, Path]
-) -> Speculator | ModelSpeculator:
+def drafter_of(method: str, engine: NativeEngine, draft: Engine | None, folders: dict[str, Path]) -> AnySpeculator:
     config = parse(METHODS[method])
     assert config is not None
-    if config.method in HEADS:
+    if config.method == "auto" or config.method in HEADS:
         settings = WorkerSettings(speculative_config=METHODS[method], block_size=BLOCK_SIZE)
         kind: Literal["medusa", "eagle3"] = "medusa" if config.method == "medusa" else "eagle3"
-        own, packaged = folders.get(method), heads_of(settings, model_path(), Path()) if method == "eagle3" else None
+        own, packaged = folders.get(method), heads_of(settings, model_path(), Path()) if method in PACKAGED else None
         heads = packaged if own is None else Heads(own, kind, model_path(), BLOCK_SIZE)
         assert heads is not None
         proposer = heads.load(engine)
         proposer._clock = lambda: 0.0
+        if config.method == "auto":
+            assert isinstance(proposer, HeadProposer)
+            return make_auto(config, proposer, FreeRows(), float("inf"), None, lambda: 0.0)
         return ModelSpeculator(config, proposer, lambda: 0.0)
     if draft is None:
         return Speculator(config, FreeRows())
@@ -97,7 +102,7 @@ def drafter_of(
 
 
 def run(
-    engine: Engine, drafter: Speculator | ModelSpeculator | None, texts: list[list[int]], num_output: int, batch: int
+    engine: Engine, drafter: AnySpeculator | None, texts: list[list[int]], num_output: int, batch: int
 ) -> list[TokenChunk]:
     """Of so many at once, in prompts' order, which are cut into pieces and finish beside the decoding of others."""
     chunks: list[TokenChunk] = []
@@ -132,13 +137,13 @@ def check(
         for batch in batches:
             drafter = drafter_of(method, engine, draft, heads)
             assert run(engine, drafter, texts, num_output, batch) == want
-            (counts,) = drafter.counts.values()
+            *_, counts = drafter.counts.values()
             assert counts.num_draft_tokens > 2 * num_prompts
             if isinstance(drafter, ModelSpeculator):
                 assert drafter._num_failures == 0
             engine.tap((), lambda chunks, taps: None)
-            if method == "eagle3":
-                assert counts.accepted
+            if method in PACKAGED:
+                assert all(c.accepted for c in drafter.counts.values())
             if method == "right":
                 assert counts.accepted.total() > 0.9 * counts.num_draft_tokens  # all but those behind an end
 

@@ -157,17 +157,27 @@ def test_of_a_cached_prefix_the_rest_is_read_unless_the_head_knows_it() -> None:
     assert proposed(proposer, other) == (13, 14) and (asked[-1].first, asked[-1].base) == (8, 8)
 
 
-def test_who_lacks_a_token_or_another_block_has_no_guesses() -> None:
+def test_of_whom_something_was_not_kept_is_read_anew_from_the_next_block_on() -> None:
     proposer = HeadProposer(Oracle([list(range(9000))]), 4, lambda: 0.0)
-    gap = sequence(11, [5, 6, 7], [])
-    proposer.take(*rows(gap, 0, 4))
-    proposer.take(*rows(gap, 6, 4))
-    assert proposed(proposer, gap) == () and proposed(proposer, gap) == ()
+    seq = sequence(8, [5, 6, 7, 8], [])
+    proposer.take(*rows(seq, 0, 4))
+    proposer.take(*rows(seq, 5, 2))
+    assert proposer.num_behind(seq) > 100 and proposed(proposer, seq) == ()
+    seq.token_ids += range(8, 11)
+    proposer.take(*rows(seq, 7, 3))
+    assert proposer.num_behind(seq) == 2 and proposed(proposer, seq) == (11, 12)
+    proposer.wants = lambda seq: False
+    seq.token_ids.append(11)
+    proposer.take(*rows(seq, 10, 1))
+    assert proposed(proposer, seq) == () and not proposer.wants_rows(rows(seq, 10, 1)[0])
+
+
+def test_who_has_another_block_has_no_guesses() -> None:
+    proposer = HeadProposer(Oracle([list(range(9000))]), 4, lambda: 0.0)
     moved = sequence(11, [1, 2, 3], [])
-    proposer.take(*rows(moved, 0, 9))
+    proposer.take(*rows(moved, 0, 10))
     assert proposed(proposer, moved, num_tokens=6) == ()
     moved.block_ids[0] = 4
-    proposer.take(*rows(moved, 9, 1))
     assert proposed(proposer, moved) == ()
 
 

@@ -177,7 +177,7 @@ def test_what_becomes_right_is_found_and_what_becomes_wrong_is_dropped(num_promp
     ratios.append(simulation.run([make_sequence(1, num_prompt)], 6000))
     simulation.guesses.chances = (0.0, 0.0)
     ratios.append(simulation.run([make_sequence(2, num_prompt)], 8000))
-    assert ratios[0] > 0.98 and ratios[1] > 1.3 and ratios[2] > 0.98
+    assert ratios[0] > 0.975 and ratios[1] > 1.3 and ratios[2] > 0.975
 
 
 def test_no_token_is_late_for_the_reading_of_a_long_prompt() -> None:

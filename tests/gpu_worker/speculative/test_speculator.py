@@ -5,11 +5,13 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
 
 from services.gpu_worker.batch import Chunk, SampledToken, Sequence
+from services.gpu_worker.speculative import guided
 from services.gpu_worker.speculative import speculator as speculator_module
 from services.gpu_worker.speculative.draft import NO_DRAFT, chain
 from services.gpu_worker.speculative.row_cost import KEPT_STEPS, RowCost
@@ -29,6 +31,10 @@ def few_rows_are_cheap(num_rows: int) -> float:
 def rows_are_nearly_free(num_rows: int) -> float:
     """As of a GPU, or of few rows whose weights are large."""
     return 0.006 * (1.0 + 0.02 * (num_rows - 1))
+
+
+def rows_of_power(power: float, num_rows: int) -> float:
+    return 0.006 * num_rows**power
 
 
 def make_sequence(prompt: list[int], number: int = 0, **params: object) -> Sequence:
@@ -110,17 +116,17 @@ def test_text_that_repeats_by_chance_alone_costs_next_to_nothing(config: Specula
 def test_text_of_which_little_is_guessed_is_read_in_pieces_until_it_repeats(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each look at it is paid for; what is worth guessing is missed for a few tokens only."""
     reads: list[int] = []
-    read = speculator_module._Guided.read
+    read = guided.Guided.read
 
-    def counted(guided: Any, most: int) -> int:
-        reads.append(read(guided, most))
+    def counted(own: Any, most: int) -> int:
+        reads.append(read(own, most))
         return reads[-1]
 
-    monkeypatch.setattr(speculator_module._Guided, "read", counted)
+    monkeypatch.setattr(guided.Guided, "read", counted)
     simulation, rng = Simulation(Speculator(SUFFIX)), random.Random(3)
     seq, new = make_sequence(words(rng, 150)), words(rng, 400)
     simulation.run([seq], [new])
-    assert len(reads) < 90 and max(reads[1:]) == 1 + speculator_module.MAX_NAP_TOKENS
+    assert len(reads) < 90 and max(reads[1:]) == 1 + guided.MAX_NAP_TOKENS
     reads.clear()
     again = make_sequence([*words(rng, 5), *new])
     copied = [*words(rng, 100), *new]
@@ -153,13 +159,15 @@ def test_where_rows_cost_as_much_as_steps_nothing_is_drafted_even_of_a_copy() ->
 
 
 def test_a_machine_on_which_rows_have_become_dear_or_cheap_is_noticed() -> None:
-    """Though not at once: that other steps are slower too is the likelier reason."""
+    """Though not at once: that other steps are slower too is the likelier reason, and what drafts have cost where rows
+    were dear is to be earned back first."""
     text = words(random.Random(4), 1500)
     simulation = Simulation(Speculator(SUFFIX))
     drafted = []
-    for seconds in (few_rows_are_cheap, lambda num_rows: 0.006 * num_rows**1.4, few_rows_are_cheap):
+    for power, num_steps in ((0, 4), (1.4, 4), (0, 32)):
+        seconds = partial(rows_of_power, power) if power else few_rows_are_cheap
         simulation.seconds, simulation.num_steps = seconds, 0
-        while simulation.num_steps < 4 * KEPT_STEPS:
+        while simulation.num_steps < num_steps * KEPT_STEPS:
             simulation.run([make_sequence(text)], [text])
         simulation.num_draft_rows = simulation.num_steps = 0
         simulation.run([make_sequence(text)], [text])
