@@ -180,3 +180,21 @@ def test_an_engine_that_knows_no_trees_refuses_them(folder: Path) -> None:
     assert engine.step(good)
     with pytest.raises(SequenceError, match="beside each other"):
         engine.step([Chunk(seq, 0, 3, True, Draft((4, 5), (ROOT, ROOT)))])
+
+
+@pytest.mark.parametrize("num_prompt", [1023, 1500])
+def test_a_tree_behind_a_context_that_threads_share(tmp_path: Path, num_prompt: int) -> None:
+    """Each has some of the keys, of which the last, also over the end of a split, are those of paths."""
+    save("llama", tmp_path, num_key_value_heads=1, max_position_embeddings=2048)
+    engine = load_native(tmp_path, kv_cache_bytes=8 << 20, block_size=8)
+    text = [(7 * n + n // 50) % 300 for n in range(num_prompt)]
+    runner = Runner(engine)
+    (want,) = runner.run([runner.sequence(text, 16)])
+    for threads in (1, 2, 3):
+        with engine_threads(engine, threads):
+            for kind in TREES:
+                seq = runner.sequence(text, 16)
+                guess = TREES[kind]({id(seq): [t.token_id for t in want]}, 300)
+                (got,), _ = run_with_drafts(runner, [seq], guess, prefill_chunk=512)
+                assert got == want, (threads, kind)
+                runner.free(seq)
