@@ -16,6 +16,7 @@ from shared.model_source import ModelSource
 from shared.protocol import Constraint
 from shared.scripted_vocab import EOS
 from shared.vocabulary import read_vocabulary
+from tests.bench import schema_suite
 from tests.gpu_worker.any_engine import load_native
 from tests.gpu_worker.schemas import NUM_SCHEMAS, RETOLD, SUITE, constraint_of, keywords_of, own_schemas, suite_cases
 from tests.gpu_worker.test_default_model import model_path
@@ -114,7 +115,7 @@ def test_a_public_suite() -> None:
             assert not complete(constraint, json.dumps(value, ensure_ascii=False)), (place, value)
         text = drawn(constraint, seed)
         num_ended += text is not None
-        assert text is None or is_valid(schema, text), (place, schema, text)
+        assert text is None or schema_suite.is_valid(place, schema, text), (place, schema, text)
     assert num_schemas > 270 and num_ended >= 0.7 * num_schemas
 
 
