@@ -7,7 +7,7 @@ specification. See `kernels.token_filter` for what the filters mean, `kernels.gu
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -48,12 +48,15 @@ class ChosenToken:
 
 
 def sample_tokens(
-    rows: Sequence[torch.Tensor], raw: torch.Tensor, choices: Sequence[TokenChoice], native: NativeOps | None = None
-) -> list[ChosenToken]:
-    """rows: float32 [V] each, to draw from, the largest finite; raw [B, V]: those that log-probabilities are of."""
-    if raw.dim() != 2 or not len(rows) == len(choices) == len(raw) or any(r.shape != raw.shape[1:] for r in rows):
-        raise ValueError(f"sample_tokens: {len(rows)} rows, {len(choices)} choices, raw {tuple(raw.shape)}")
-    if any(t.dtype != torch.float32 for t in (raw, *rows)):
+    rows: Sequence[torch.Tensor], raw: Iterable[torch.Tensor], choices: Sequence[TokenChoice],
+    native: NativeOps | None = None,
+) -> list[ChosenToken]:  # fmt: skip
+    """rows: float32 [V] each, to draw from, the largest finite; raw: as many, that log-probabilities are of."""
+    raw = list(raw)
+    shapes = {tuple(t.shape) for t in (*rows, *raw)}
+    if not len(rows) == len(choices) == len(raw) or len(shapes) > 1 or any(len(shape) != 1 for shape in shapes):
+        raise ValueError(f"sample_tokens: {len(rows)} rows, {len(choices)} choices, {len(raw)} raw, shapes {shapes}")
+    if any(t.dtype != torch.float32 for t in (*raw, *rows)):
         raise TypeError("sample_tokens: float32 expected")
     if not choices:
         return []
@@ -61,7 +64,7 @@ def sample_tokens(
 
 
 def sample_tokens_reference(
-    rows: Sequence[torch.Tensor], raw: torch.Tensor, choices: Sequence[TokenChoice]
+    rows: Sequence[torch.Tensor], raw: Iterable[torch.Tensor], choices: Sequence[TokenChoice]
 ) -> list[ChosenToken]:
     """The specification. Rows are filtered one by one, their noise is computed together."""
     token_ids = [int(row.argmax()) for row in rows]
@@ -98,18 +101,17 @@ def _chosen(token_id: int, row: torch.Tensor, choice: TokenChoice) -> ChosenToke
 
 
 def _native(
-    rows: Sequence[torch.Tensor], raw: torch.Tensor, choices: Sequence[TokenChoice], library: NativeLibrary, pool: Pool
-) -> list[ChosenToken]:
-    rows, raw = [row.contiguous() for row in rows], raw.contiguous()
-    vocab_size, first, row_bytes = raw.shape[1], raw.data_ptr(), 4 * raw.shape[1]
+    rows: Sequence[torch.Tensor], raw: list[torch.Tensor], choices: Sequence[TokenChoice], library: NativeLibrary,
+    pool: Pool,
+) -> list[ChosenToken]:  # fmt: skip
+    rows, raw = [row.contiguous() for row in rows], [row.contiguous() for row in raw]
+    vocab_size = raw[0].numel()
     table = (SamplingRow * len(rows))()
     for i, (row, c) in enumerate(zip(rows, choices, strict=True)):
         key = NativeKey(c.key.seed & MASK, c.key.seed >> 32, c.key.position, c.key.choice)
         least = math.log(c.min_p) if c.min_p > 0.0 else -math.inf
         num_top = -1 if c.num_top is None else min(c.num_top, vocab_size, MAX_TOP)
-        table[i] = SamplingRow(
-            key, row.data_ptr(), first + i * row_bytes, c.top_p, c.temperature, least, c.top_k, num_top
-        )
+        table[i] = SamplingRow(key, row.data_ptr(), raw[i].data_ptr(), c.top_p, c.temperature, least, c.top_k, num_top)
     scratch = torch.empty(library.sample_scratch(pool.pointer, len(rows), vocab_size))
     sampled = (Sampled * len(rows))()
     library.sample(pool.pointer, table, len(rows), vocab_size, scratch.data_ptr(), sampled)

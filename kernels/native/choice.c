@@ -9,11 +9,39 @@ static int end_id(const struct decoder *d, int piece) {
     return end < d->m->vocab_size ? end : d->m->vocab_size;
 }
 
-/* The largest logit of a piece's tokens, for each sample; not a number if one of them is not finite. */
+/* What may be drawn for a sample; null: anything. */
+static const uint32_t *mask_of(const struct decoder *d, int sample) {
+    const struct step *s = d->step;
+    int number = s->mask_of ? s->mask_of[sample] : -1;
+    return number < 0 ? NULL : s->masks + (int64_t)number * mask_words(d->m->vocab_size);
+}
+
+INLINE uint32_t is_allowed(const uint32_t *mask, int id) { return !mask || mask[id / 32] >> id % 32 & 1; }
+
+/* first: a multiple of TILE_ROWS, so that a tile's bits lie in one word. */
+static float largest_allowed(const float *logits, const uint32_t *mask, int first, int end) {
+    float most[TILE_ROWS], best = -INFINITY;
+    for (int i = 0; i < TILE_ROWS; i++) most[i] = -INFINITY;
+    for (int id = first; id + TILE_ROWS <= end; id += TILE_ROWS) {
+        uint32_t bits = mask[id / 32] >> id % 32 & ((1u << TILE_ROWS) - 1);
+        if (!bits) continue;
+        for (int i = 0; i < TILE_ROWS; i++) {
+            float x = bits >> i & 1 ? logits[id + i] : -INFINITY;
+            most[i] = x > most[i] ? x : most[i];
+        }
+    }
+    for (int i = 0; i < TILE_ROWS; i++) best = most[i] > best ? most[i] : best;
+    for (int id = end - (end - first) % TILE_ROWS; id < end; id++)
+        if (is_allowed(mask, id) && logits[id] > best) best = logits[id];
+    return best;
+}
+
+/* The largest logit of a piece's tokens that may be drawn, for each sample; not a number if any is not finite. */
 void best_of_piece(struct decoder *d, int piece) {
     int first = first_id(d, piece), end = end_id(d, piece);
     for (int i = 0; i < d->step->num_samples; i++) {
         const float *logits = d->step->logits + (int64_t)i * d->m->vocab_size;
+        const uint32_t *mask = mask_of(d, i);
         vf largest = vf_set(-INFINITY), zeros = vf_set(0.0f); /* x - x is not a number where x is not finite */
         int id = first;
         for (; id + VL <= end; id += VL) {
@@ -26,6 +54,7 @@ void best_of_piece(struct decoder *d, int piece) {
             best = logits[id] > best ? logits[id] : best;
             zero += logits[id] - logits[id];
         }
+        if (mask) best = largest_allowed(logits, mask, first, end);
         d->best[(int64_t)piece * d->step->num_samples + i] = best + zero;
     }
 }
@@ -41,8 +70,10 @@ int choose_best(struct decoder *d, int pieces) {
         }
         const float *logits = d->step->logits + (int64_t)i * d->m->vocab_size;
         float value = d->best[(int64_t)best * d->step->num_samples + i];
+        const uint32_t *mask = mask_of(d, i);
         int id = first_id(d, best);
-        while (finite && logits[id] != value) id++;
+        finite &= value != -INFINITY; /* of the model's tokens none may be drawn */
+        while (finite && !(logits[id] == value && is_allowed(mask, id))) id++;
         d->step->drawn[i] = finite ? id : -1;
         if (finite && d->step->draws[i].temperature > 0.0f) d->noisy[d->num_noisy++] = i;
     }
@@ -68,7 +99,8 @@ void draw_piece(struct decoder *d, int piece) {
     int vocab_size = d->m->vocab_size, chunks = num_chunks(vocab_size), sample = d->noisy[piece / chunks];
     const float *logits = s->logits + (int64_t)sample * vocab_size;
     const struct draw *draw = s->draws + sample;
-    struct drawing all = {logits, logits[s->drawn[sample]], draw->temperature, {-INFINITY, INT32_MAX}};
+    struct drawing all = {logits, logits[s->drawn[sample]], draw->temperature, {-INFINITY, INT32_MAX},
+                          mask_of(d, sample)};
     int chunk = piece % chunks, first = chunk * DRAW_CHUNK, end = first + DRAW_CHUNK;
     d->candidates[piece] = d->m->token_ids
         ? draw_named(draw, &all, d->m->token_ids, first, end < vocab_size ? end : vocab_size)

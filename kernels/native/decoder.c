@@ -176,7 +176,10 @@ static int prepare(void *context, int phase) {
         tap(d, m->num_layers + 1);
         return share_rows(d, phase, samples);
     }
-    if (phase == last + 1) return samples ? cut_tiles(d, linear_tiles(&m->head)) : 0;
+    if (phase == last + 1) {
+        if (d->runner && d->step->mask_of) wait_for_masks(d->runner, d->step);
+        return samples ? cut_tiles(d, linear_tiles(&m->head)) : 0;
+    }
     if (phase == last + 2) return samples ? choose_best(d, cut_tiles(d, linear_tiles(&m->head))) : 0;
     if (phase == last + 3) {
         if (samples) choose_drawn(d);

@@ -108,5 +108,7 @@ int32_t input_token(const struct step *s, int row);
 /* runner.c: called once a step, when most of its layers are computed. */
 struct runner;
 void step_is_late(struct runner *r);
+/* Returns once the step has its masks, or nobody wants it any more. */
+void wait_for_masks(struct runner *r, const struct step *step);
 
 #endif

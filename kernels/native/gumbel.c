@@ -69,12 +69,22 @@ INLINE float noise_of(uint32_t x) {
     return -log_reduced((float)e, fraction_of(exponential, e));
 }
 
+/* 64 bits of the mask from id on, a multiple of BATCH. */
+INLINE uint64_t allowed_of(const uint32_t *mask, int id, int count) {
+    return mask[id / 32] | (count > 32 ? (uint64_t)mask[id / 32 + 1] << 32 : 0);
+}
+
 /* The scaled logits of count tokens from id on, minus infinity for those that are cut off; the largest. */
 INLINE float scores_of(const struct drawing *d, int id, int count, float *scores) {
     for (int i = 0; i < count; i++) scores[i] = (d->logits[id + i] - d->largest) / d->temperature;
     for (int i = 0; i < count; i++) {
         int kept = (scores[i] > d->cut.least) | ((scores[i] == d->cut.least) & (id + i <= d->cut.last_id));
         scores[i] = kept ? scores[i] : -INFINITY;
+    }
+    for (int half = 0; d->mask && half < count; half += 32) {
+        uint32_t bits = d->mask[(id + half) / 32];
+        int end = count - half < 32 ? count - half : 32;
+        for (int i = 0; i < end; i++) scores[half + i] = bits >> i & 1 ? scores[half + i] : -INFINITY;
     }
     for (int i = count; i < BATCH; i++) scores[i] = -INFINITY;
     vf largest = vf_load(scores);
@@ -90,6 +100,7 @@ struct candidate draw_chunk(const struct noise_key *key, const struct drawing *d
         uint32_t x[BATCH], least = UINT32_MAX;
         float scores[BATCH];
         int count = end - id < BATCH ? end - id : BATCH;
+        if (d->mask && !allowed_of(d->mask, id, count)) continue;
         float largest = scores_of(d, id, count, scores);
         if (largest + MOST_NOISE <= best.value) continue;
         philox(key, (uint32_t)id / 4, x);

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import ctypes
-from ctypes import POINTER, c_float, c_int, c_int32, c_int64, c_void_p
+from ctypes import POINTER, c_char_p, c_float, c_int, c_int32, c_int64, c_void_p
 from pathlib import Path
 from typing import Any
 
 from kernels.native.structs import Chains, Layer, Matrix, Model, Rows, Step
 
-_BRIEF = ("runner_submit", "runner_has_ended")  # not worth letting other Python threads in, who may be slow to leave
+# Not worth letting other Python threads in, who may be slow to leave.
+_BRIEF = ("runner_submit", "runner_allow", "runner_has_ended")
 _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "pool_new": (c_void_p, [c_int]),
     "pool_free": (None, [c_void_p]),
@@ -18,6 +19,7 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "runner_run": (c_int, [c_void_p, POINTER(Step)]),
     "runner_chains": (c_int, [c_void_p, POINTER(Chains)]),
     "runner_submit": (c_int64, [c_void_p, POINTER(Step)]),
+    "runner_allow": (None, [c_void_p, POINTER(Step)]),
     "runner_has_ended": (c_int, [c_void_p, c_int64]),
     "runner_wait_until_late": (None, [c_void_p, c_int64]),
     "runner_wait": (c_int, [c_void_p, c_int64]),
@@ -27,6 +29,7 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "silu_mul": (None, [c_void_p, c_void_p, c_void_p, c_int, c_int]),
     "weight_rows": (None, [POINTER(Matrix), POINTER(c_int32), c_int, c_void_p]),
     "rope": (None, [POINTER(Model), POINTER(Layer), POINTER(Step), c_void_p, c_int64, c_void_p]),
+    "forbid": (None, [c_void_p, c_int, c_char_p, c_int]),
     "sample_scratch": (c_int64, [c_void_p, c_int, c_int]),
     "sample": (None, [c_void_p, c_void_p, c_int, c_int, c_void_p, c_void_p]),
     "move_slots": (None, [POINTER(Model), POINTER(c_int32), POINTER(c_int32), c_int]),

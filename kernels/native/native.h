@@ -111,6 +111,9 @@ struct step {
        path_slots[path_ends[i]] to path_slots[path_ends[i + 1]]. Positions before them, and those of rows that have none
        there, are in the slots of their numbers. Null where no row has any. */
     const int32_t *path_ends, *path_slots;
+    const int32_t *mask_of;      /* [num_samples]: number of the mask of what may be drawn, -1: anything; or null */
+    const uint32_t *masks;       /* [masks][mask_words]: bit i % 32 of word i / 32 allows token i */
+    int32_t awaits_masks;        /* 1: mask_of and masks come while it runs, see headrace_runner_allow */
 };
 
 /* A head that drafts (EAGLE) beside the model that is its layer: what makes the rows that this reads. */
@@ -183,6 +186,7 @@ void attend_merge(const struct model *m, const struct step *step, const struct s
 #define ATTENTION_ROWS 8
 
 static inline int64_t up_to(int64_t n, int64_t multiple) { return (n + multiple - 1) / multiple * multiple; }
+static inline int mask_words(int vocab_size) { return (vocab_size + 31) / 32; }
 static inline int is_dense(const struct matrix *w) { return w->format <= BF16; }
 
 #endif

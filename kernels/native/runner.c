@@ -27,6 +27,12 @@ void step_is_late(struct runner *r) {
     pthread_mutex_unlock(&r->lock);
 }
 
+void wait_for_masks(struct runner *r, const struct step *step) {
+    pthread_mutex_lock(&r->lock);
+    while (step->awaits_masks && !r->stopping) pthread_cond_wait(&r->progress, &r->lock);
+    pthread_mutex_unlock(&r->lock);
+}
+
 static void *run_steps(void *context) {
     struct runner *r = context;
     pthread_mutex_lock(&r->lock);
@@ -70,6 +76,7 @@ EXPORT void headrace_runner_free(struct runner *r) {
     pthread_mutex_lock(&r->lock);
     r->stopping = 1;
     pthread_cond_broadcast(&r->submitted);
+    pthread_cond_broadcast(&r->progress);
     pthread_mutex_unlock(&r->lock);
     pthread_join(r->thread, NULL);
     decoder_free(r->decoder);
@@ -103,6 +110,14 @@ EXPORT int64_t headrace_runner_submit(struct runner *r, const struct step *step)
     }
     pthread_mutex_unlock(&r->lock);
     return number;
+}
+
+/* The step has its masks now. Does not block. */
+EXPORT void headrace_runner_allow(struct runner *r, struct step *step) {
+    pthread_mutex_lock(&r->lock);
+    step->awaits_masks = 0;
+    pthread_cond_broadcast(&r->progress);
+    pthread_mutex_unlock(&r->lock);
 }
 
 /* Has step `number`? Does not block. */

@@ -69,7 +69,7 @@ static void filter_piece(struct call *call, int number, int thread) {
         while (row->logits[to->id] != largest && to->id < count - 1) to->id++;
     if (row->num_top >= 0) sum_up(row, count, largest, &c, to);
     struct drawing *d = call->drawings + number;
-    *d = (struct drawing){row->logits, largest, row->temperature, {row->least, INT32_MAX}};
+    *d = (struct drawing){row->logits, largest, row->temperature, {row->least, INT32_MAX}, NULL};
     if (row->temperature == 0.0f || (row->top_p >= 1.0 && !(row->top_k > 0 && row->top_k < count))) return;
     for (int i = 0; i < count; i++) scaled[i] = (row->logits[i] - largest) / row->temperature;
     d->cut = filter(row, scaled, count, &c);
@@ -90,6 +90,17 @@ static void run(void *context, int phase, int piece, int thread) {
 static int prepare(void *context, int phase) {
     const struct call *call = context;
     return phase == 0 ? call->num_rows : call->num_rows * call->num_chunks;
+}
+
+/* Logits of tokens without a bit become minus infinity: bit i % 8 of byte i / 8 is token i's, behind them there is none. */
+EXPORT void headrace_forbid(float *logits, int count, const uint8_t *mask, int num_bytes) {
+    for (int first = 0; first < count; first += 8) {
+        uint8_t bits = first / 8 < num_bytes ? mask[first / 8] : 0;
+        float *eight = logits + first;
+        int left = count - first < 8 ? count - first : 8;
+        if (bits == 0xff) continue;
+        for (int i = 0; i < left; i++) eight[i] = bits >> i & 1 ? eight[i] : -INFINITY;
+    }
 }
 
 /* Floats that `headrace_sample` needs beside. */

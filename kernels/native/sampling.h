@@ -37,6 +37,7 @@ struct drawing {
     const float *logits;
     float largest, temperature;
     struct cut cut;
+    const uint32_t *mask; /* of the tokens that may be drawn, see native.h; or null: all */
 };
 
 /* gumbel.c: the best of the tokens by scaled logit plus noise, chunk by chunk; ties go to the lowest id. */

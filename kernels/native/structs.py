@@ -73,9 +73,11 @@ class Step(ctypes.Structure):
             (name, c_void_p)
             for name in (
                 "token_ids", "positions", "row_slots", "spans", "block_ids", "sample_rows", "draws", "drawn_before",
-                "logits", "drawn", "inputs", "tap_layers", "taps", "path_ends", "path_slots",
+                "logits", "drawn", "inputs", "tap_layers", "taps", "path_ends", "path_slots", "mask_of",
+                "masks",
             )
         ),
+        ("awaits_masks", c_int32),
     ]  # fmt: skip
 
 

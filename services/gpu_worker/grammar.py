@@ -128,8 +128,11 @@ class AnswerState:
         banned = self._banned()
         if allowed is None and not banned and self._only == self._words.all:
             return None
-        within = (self._words.all if allowed is None else allowed) & self._only
-        within = within & ~banned or within
+        within = self._words.all if allowed is None else allowed
+        if self._only is not self._words.all:
+            within &= self._only
+        if banned:
+            within = within & ~banned or within
         if not within:
             raise GrammarError("nothing can follow in the grammar")
         return within.to_bytes(len(self._words.tokens) // 8 + 1, "little")
@@ -209,7 +212,8 @@ class AnswerState:
         if self._may_break(place):
             allowed |= self._words.breaks
         if self._constraint.json_text and not place.in_string:
-            allowed = allowed & ~self._words.too_many_digits(place.num_digits) or allowed
+            too_many = self._words.too_many_digits(place.num_digits)
+            allowed = (allowed & ~too_many or allowed) if too_many else allowed
         if not allowed:
             raise GrammarError("nothing can follow in the grammar")
         return allowed

@@ -27,7 +27,7 @@ from services.gpu_worker.model.native_decoder import (
     cache_layout,
 )
 from services.gpu_worker.native_inputs import NativeInputs, build_native_inputs
-from services.gpu_worker.sampler import sample
+from services.gpu_worker.sampler import Draw, sample
 from services.gpu_worker.speculative.verify import drawn_by_chunk, draws_of, kept_of_trees
 from services.gpu_worker.variant import native_variant
 from services.gpu_worker.weights.loader import Progress, open_source
@@ -49,6 +49,8 @@ class NativeStep:
         self._chunks = chunks  # also keeps the sequences, and so their ids
         self._inputs = inputs
         self._tell = tell
+        self._draws: list[Draw] | None = None  # once the tokens before it are known
+        self._failure: Exception | None = None
         self.run = run
 
     @property
@@ -56,16 +58,44 @@ class NativeStep:
         return self.run.has_ended
 
     def wait_until_late(self) -> None:
+        self._allow()
         self.run.wait_until_late()
+
+    def _known_draws(self) -> list[Draw]:
+        if self._draws is None:
+            self._draws = draws_of(self._chunks, self._inputs.sample_chunks)
+        return self._draws
+
+    def _allow(self) -> None:
+        """Says what grammars allow, while the step computes what it will draw from. It never waits in vain: what fails
+        here is told with its results."""
+        if not self._inputs.masked or self._draws is not None:
+            return
+        try:
+            draws = self._known_draws()
+            for n in self._inputs.masked:
+                seq, draw = self._chunks[self._inputs.sample_chunks[n]].seq, draws[n]
+                if draw.num_unknown or seq.finish:  # the step before was for nothing, or its last: nobody takes this
+                    continue
+                mask = draw.mask()
+                if mask is not None:
+                    self.run.allow(n, mask)
+        except Exception as e:
+            self._failure = e
+        finally:
+            self.run.draw()
 
     def results(self) -> list[Drawn]:
         inputs, chunks = self._inputs, self._chunks
+        self._allow()
         tokens = [SampledToken(token_id) if token_id >= 0 else None for token_id in self.run.wait()]
+        if self._failure is not None:
+            raise self._failure
         rows = [n for n in inputs.host_samples if tokens[n] is not None]
         if rows:
-            draws = draws_of(chunks, inputs.sample_chunks)
+            draws = self._known_draws()
             with torch.inference_mode(), memory_errors():
-                by_host = sample(self.run.logits[rows], [draws[n] for n in rows], self._decoder.native)
+                by_host = sample([self.run.logits[n] for n in rows], [draws[n] for n in rows], self._decoder.native)
             for n, token in zip(rows, by_host, strict=True):
                 tokens[n] = token
         drawn = drawn_by_chunk(chunks, inputs.sample_chunks, tokens)

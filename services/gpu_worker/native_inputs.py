@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
+
+import numpy as np
 
 from kernels.philox import MASK
 from services.gpu_worker.attention_plan import Geometry
@@ -30,6 +33,25 @@ class NativeInputs:
     host_samples: list[int]  # numbers of the sample rows whose token must be drawn from the logits, outside
     path_ends: list[int] = field(default_factory=list)  # [N + 1], or none: see `struct step` in kernels/native/native.h
     path_slots: list[int] = field(default_factory=list)
+    masked: list[int] = field(default_factory=list)  # of those drawn by the step, once it is told what a grammar allows
+
+
+class Masks:
+    """Room for what some of a step's samples may be; until it is said, anything."""
+
+    def __init__(self, masked: list[int], num_samples: int, vocab_size: int) -> None:
+        self.numbers = array("i", [-1] * num_samples)
+        self.bits = np.zeros((len(masked), 4 * -(-vocab_size // 32)), np.uint8)
+        self._places = {sample: i for i, sample in enumerate(masked)}
+
+    def allow(self, sample: int, mask: bytes) -> None:
+        place = self._places[sample]
+        given = np.frombuffer(mask, np.uint8)[: self.bits.shape[1]]
+        self.bits[place, : len(given)] = given
+        self.numbers[sample] = place
+
+    def addresses(self) -> tuple[int, int]:
+        return self.numbers.buffer_info()[0], self.bits.ctypes.data
 
 
 def build_native_inputs(
@@ -48,6 +70,7 @@ def build_native_inputs(
     noise: dict[int, Noise] = {}
     sample_chunks: list[int] = []
     host_samples: list[int] = []
+    masked: list[int] = []
     size = geometry.block_size
     paths: dict[int, list[int]] = {}
     for number, chunk in enumerate(chunks):
@@ -72,14 +95,17 @@ def build_native_inputs(
             position = positions[first_row + row] + 1 - chunk.seq.num_prompt_tokens
             if position < 0 or not needs_only_logits(params, position):
                 host_samples.append(len(sample_rows))
-            elif params.temperature >= GREEDY_BELOW:
-                key = (params.seed & MASK, params.seed >> 32, position, chunk.seq.choice)
-                noise[len(sample_rows)] = (params.temperature, *key)
+            else:
+                if params.constraint is not None:
+                    masked.append(len(sample_rows))
+                if params.temperature >= GREEDY_BELOW:
+                    key = (params.seed & MASK, params.seed >> 32, position, chunk.seq.choice)
+                    noise[len(sample_rows)] = (params.temperature, *key)
             sample_chunks.append(number)
             sample_rows.append(first_row + row)
     return NativeInputs(
         token_ids, positions, row_slots, spans, block_ids, sample_rows, noise, sample_chunks, host_samples,
-        *_paths(paths, len(token_ids)),
+        *_paths(paths, len(token_ids)), masked,
     )  # fmt: skip
 
 

@@ -9,6 +9,7 @@ Sums over the vocabulary are exact (see `kernels.token_filter`). Log-probabiliti
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
@@ -16,6 +17,7 @@ import numpy as np
 import torch
 
 from kernels.gumbel import NoiseKey
+from kernels.native.structs import address
 from kernels.sample_tokens import ChosenToken, NativeOps, TokenChoice, sample_tokens
 from services.gpu_worker.batch import Answer, SampledToken, mask_after
 from shared.protocol import SamplingParams
@@ -70,9 +72,13 @@ class Draw:
 
 
 def changes_logits(params: SamplingParams, position: int) -> bool:
+    return params.constraint is not None or _edits_logits(params, position)
+
+
+def _edits_logits(params: SamplingParams, position: int) -> bool:
+    """Changes some of them by more than a grammar's forbidding them."""
     return bool(
         params.logit_bias
-        or params.constraint is not None
         or (params.stop_token_ids and position < params.min_tokens)
         or params.repetition_penalty != 1.0
         or (position and (params.frequency_penalty or params.presence_penalty))
@@ -80,9 +86,10 @@ def changes_logits(params: SamplingParams, position: int) -> bool:
 
 
 def needs_only_logits(params: SamplingParams, position: int) -> bool:
-    """The token is the argmax of the logits, or of the logits over the temperature plus noise, and nothing more."""
+    """The token is the argmax of the logits, or of the logits over the temperature plus noise, and nothing more: of all
+    tokens, or of those that a grammar allows."""
     filtered = params.temperature >= GREEDY_BELOW and (params.top_k > 0 or params.top_p < 1.0 or params.min_p > 0.0)
-    return params.logprobs is None and not filtered and not changes_logits(params, position)
+    return params.logprobs is None and not filtered and not _edits_logits(params, position)
 
 
 def validate(params: SamplingParams, vocab_size: int) -> str | None:
@@ -96,19 +103,20 @@ def validate(params: SamplingParams, vocab_size: int) -> str | None:
     return None
 
 
-def sample(logits: torch.Tensor, draws: Seq[Draw], native: NativeOps | None = None) -> list[SampledToken]:
-    """One token a row of logits (float32 [S, V], without NaN). Does not modify them; ValueError as `validate`.
+def sample(logits: Iterable[torch.Tensor], draws: Seq[Draw], native: NativeOps | None = None) -> list[SampledToken]:
+    """One token a row of logits (float32 [V] each, without NaN). Does not modify them; ValueError as `validate`.
 
     native: to draw with; the tokens are the same."""
     if not draws:
         return []
+    logits = list(logits)
     if all(draw.is_plain for draw in draws):
-        return [SampledToken(token_id) for token_id in logits.argmax(-1).tolist()]
+        return [SampledToken(int(row.argmax())) for row in logits]
     for draw in draws:
-        reason = validate(draw.params, logits.shape[1])
+        reason = validate(draw.params, logits[0].numel())
         if reason is not None:
             raise ValueError(reason)
-    rows = [apply_controls(row, draw) for row, draw in zip(logits, draws, strict=True)]
+    rows = [apply_controls(row, draw, native) for row, draw in zip(logits, draws, strict=True)]
     chosen = sample_tokens(rows, logits, [draw.token_choice for draw in draws], native)
     return [_sampled(*each) for each in zip(chosen, logits, draws, strict=True)]
 
@@ -125,16 +133,19 @@ def _sampled(chosen: ChosenToken, row: torch.Tensor, draw: Draw) -> SampledToken
     return SampledToken(draw.target, logprob(float(logit)), top, num_better + 1)
 
 
-def _forbid(row: torch.Tensor, mask: bytes | None) -> None:
+def _forbid(row: torch.Tensor, mask: bytes | None, native: NativeOps | None) -> None:
     """All tokens without a bit in the mask; the row may be longer than it is."""
     if mask is None:
+        return
+    if native is not None:
+        native[0].forbid(address(row), row.numel(), mask, len(mask))
         return
     bits = np.unpackbits(np.frombuffer(mask, np.uint8), bitorder="little")[: row.numel()]
     row[: bits.size].masked_fill_(torch.from_numpy(bits) == 0, -torch.inf)
     row[bits.size :] = -torch.inf
 
 
-def apply_controls(row: torch.Tensor, draw: Draw) -> torch.Tensor:
+def apply_controls(row: torch.Tensor, draw: Draw, native: NativeOps | None = None) -> torch.Tensor:
     """The logits after bias, bans and penalties; the row itself where nothing changes."""
     params = draw.params
     if not draw.changes_logits:
@@ -142,7 +153,7 @@ def apply_controls(row: torch.Tensor, draw: Draw) -> torch.Tensor:
     row = row.clone()
     if params.logit_bias:
         row[list(params.logit_bias)] += torch.tensor(list(params.logit_bias.values()), dtype=torch.float32)
-    _forbid(row, draw.mask())
+    _forbid(row, draw.mask(), native)
     banned = list(params.stop_token_ids) if draw.position < params.min_tokens else []
     if banned:
         kept = row[banned]

@@ -20,7 +20,7 @@ class Step(Protocol):
     def has_ended(self) -> bool: ...
 
     def wait_until_late(self) -> None:
-        """Returns when it is nearly over: time to begin the next."""
+        """Returns when it is nearly over: time to begin the next. Called once the step before is taken."""
         ...
 
     def results(self) -> list[Drawn]:

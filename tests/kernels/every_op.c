@@ -140,6 +140,13 @@ static void samples(void) {
     enum { VOCAB = 9001, ROWS = 6 };
     float *logits = floats(VOCAB * ROWS, 8.0f);
     for (int i = 0; i < VOCAB; i += 3) logits[VOCAB + i] = -INFINITY;
+    void (*forbid)(float *, int, const uint8_t *, int) = function("headrace_forbid");
+    uint8_t mask[VOCAB / 8];
+    for (int i = 0; i < VOCAB / 8; i++) mask[i] = (uint8_t)next();
+    float *held = floats(VOCAB, 8.0f);
+    forbid(held, VOCAB, mask, VOCAB / 8);
+    for (int i = 0; i < VOCAB; i++) held[i] = held[i] < -1e9f ? -1e9f : held[i];
+    put("forbid", held, VOCAB * 4);
     struct sampling_row rows[ROWS];
     struct sampled *sampled = room(sizeof *sampled * ROWS);
     for (int i = 0; i < ROWS; i++) {
@@ -184,6 +191,7 @@ static void decoder(const char *name, int prompt, struct model m) {
     void *(*new)(const struct model *, struct pool *) = function("headrace_runner_new");
     int64_t (*submit)(void *, const struct step *) = function("headrace_runner_submit");
     int (*wait)(void *, int64_t) = function("headrace_runner_wait");
+    void (*allow)(void *, struct step *) = function("headrace_runner_allow");
     void (*end)(void *) = function("headrace_runner_free");
     void *d = new(&m, pool);
     int size = m.block_size, num_blocks = (prompt + 6) / size + 1;
@@ -212,7 +220,12 @@ static void decoder(const char *name, int prompt, struct model m) {
         int32_t samples[2] = {steps[i][1].first_row - 1, step.num_rows - 1}, drawn[2];
         struct draw how[2] = {{0}, {0.8f, {7, 9, (uint32_t)i, 0}}};
         step.sample_rows = samples, step.draws = how, step.drawn = drawn;
-        if (wait(d, submit(d, &step))) exit(1);
+        int32_t mask_of[2] = {i % 2 - 1, 1}; /* from the second step on, of one sample or of both */
+        uint32_t masks[2][(VOCAB + 31) / 32] = {{next(), next() & next(), next() & next(), next()}, {0, 1u << i, 0, 9}};
+        if (i) step.mask_of = mask_of, step.masks = masks[0], step.awaits_masks = 1;
+        int64_t number = submit(d, &step);
+        allow(d, &step);
+        if (wait(d, number)) exit(1);
         char label[64];
         snprintf(label, sizeof label, "%s.step%d.logits", name, i);
         put(label, logits, 2 * VOCAB * 4);

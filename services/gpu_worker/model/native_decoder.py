@@ -22,7 +22,7 @@ from kernels.sample_tokens import NativeOps
 from services.gpu_worker.kv_pool import SCALE_BYTES
 from services.gpu_worker.model.config import ModelConfig
 from services.gpu_worker.model.rope import rope_tables
-from services.gpu_worker.native_inputs import NativeInputs
+from services.gpu_worker.native_inputs import Masks, NativeInputs
 from services.gpu_worker.weights.native_loader import NativeLayer, NativeLinear, NativeWeights
 
 LAYOUT = "block-head-16slot-dim-k"  # of the KV cache, see `struct layer` in kernels/native/native.h
@@ -66,8 +66,9 @@ class NativeRun:
     The runner may still have a step that nobody asks about any more, so the decoder keeps the last two."""
 
     def __init__(self, library: NativeLibrary, runner: Any, step: Step, kept: tuple[Any, ...], logits: torch.Tensor,
-                 taps: torch.Tensor | None, drawn: ctypes.Array[c_int32]) -> None:  # fmt: skip
+                 taps: torch.Tensor | None, drawn: ctypes.Array[c_int32], masks: Masks | None) -> None:  # fmt: skip
         self.drawn = drawn
+        self._masks = masks
         self.taps = taps  # float32 [N, the decoder's tap_layers, hidden_size], its own, once the step has ended
         self._logits = logits
         self._library = library
@@ -80,6 +81,15 @@ class NativeRun:
     def logits(self) -> torch.Tensor:
         """float32 [S, vocab_size]; a run that begins later overwrites them."""
         return self._logits[: len(self.drawn)]
+
+    def allow(self, sample: int, mask: bytes) -> None:
+        """What may be drawn for a sample that `NativeInputs.masked` has, as `Answer.mask_after` says it."""
+        assert self._masks is not None
+        self._masks.allow(sample, mask)
+
+    def draw(self) -> None:
+        """There is no more to `allow`: a step with such samples waits for this before it draws."""
+        self._library.runner_allow(self._runner, ctypes.byref(self._step))
 
     @property
     def has_ended(self) -> bool:
@@ -222,6 +232,7 @@ class NativeDecoder:
         ints, tap_layers = array("i", itertools.chain(*parts)), array("i", self.tap_layers)
         num_rows, num_taps = len(inputs.token_ids), len(self.tap_layers)
         taps = torch.empty(num_rows, num_taps, self._hidden_size) if num_taps else None
+        masks = Masks(inputs.masked, num_samples, self._model.vocab_size) if inputs.masked else None
         start = ints.buffer_info()[0]
         addresses = [start + ints.itemsize * end for end in itertools.accumulate(map(len, parts), initial=0)]
         paths = addresses[6:8] if inputs.path_ends else (None, None)
@@ -230,9 +241,10 @@ class NativeDecoder:
             num_rows, len(inputs.spans) // 4, num_samples, num_taps,
             *addresses[:6], addressof(draws), addressof(before), self._logits_address, addressof(drawn),
             address(rows), tap_layers.buffer_info()[0] if num_taps else None, address(taps), *paths,
+            *(masks.addresses() if masks else (None, None)), masks is not None,
         )  # fmt: skip
         kept = (ints, draws, before, rows, tap_layers)
-        return NativeRun(self._library, self._runner, step, kept, self._logits, taps, drawn)
+        return NativeRun(self._library, self._runner, step, kept, self._logits, taps, drawn, masks)
 
     def forward(self, inputs: NativeInputs) -> tuple[torch.Tensor, list[int]]:
         """A whole step: its logits, and what is drawn from them."""
