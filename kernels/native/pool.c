@@ -147,15 +147,16 @@ static int run_share(struct pool *p, int owner, int thread, struct reader *reade
         last = ticket;
         done++;
     }
-    if (done && owner == thread && p->task->ahead) {
+    if (!done) return 0; /* and nothing of the pool's may be read: somebody may be opening a phase */
+    if (owner == thread && p->task->ahead) {
         reader->num_readings =
             p->task->ahead(p->task->context, (int)(phase_of(last) - p->first_phase), thread, reader->readings);
         reader->num_parts = 0;
         fetch_some(reader);
     }
-    uint32_t runs = p->num_runs;
-    if (done && atomic_fetch_add(&p->num_done, done) + done == runs) open_phase(p, phase_of(last) + 1);
-    return done > 0;
+    uint32_t runs = p->num_runs; /* of this phase, which is not over before the next line */
+    if (atomic_fetch_add(&p->num_done, done) + done == runs) open_phase(p, phase_of(last) + 1);
+    return 1;
 }
 
 static int run_some(struct pool *p, int thread, struct reader *reader) {

@@ -1,4 +1,5 @@
-/* Calls every op of a library of native ops on fixed numbers and writes what comes out: `every_op LIBRARY >results`.
+/* Calls every op of a library of native ops on fixed numbers and writes what comes out: `every_op LIBRARY [THREADS]
+   >results`.
 
    Two libraries that promise the same bits give the same output, whatever the machines. A result is a line with its
    name and number of bytes, and the bytes. */
@@ -236,14 +237,14 @@ static void decoder(const char *name, int prompt, struct model m) {
 }
 
 int main(int argc, char **argv) {
-    library = argc == 2 ? dlopen(argv[1], RTLD_NOW) : NULL;
+    library = argc > 1 ? dlopen(argv[1], RTLD_NOW) : NULL;
     if (!library) {
-        fprintf(stderr, "%s\n", argc == 2 ? dlerror() : "usage: every_op LIBRARY");
+        fprintf(stderr, "%s\n", argc > 1 ? dlerror() : "usage: every_op LIBRARY [THREADS]");
         return 1;
     }
     struct pool *(*pool_of)(int) = function("headrace_pool_new");
     void (*end)(struct pool *) = function("headrace_pool_free");
-    pool = pool_of(2);
+    pool = pool_of(argc > 2 ? atoi(argv[2]) : 2);
     row_ops();
     products();
     samples();
