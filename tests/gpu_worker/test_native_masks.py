@@ -29,7 +29,7 @@ from shared.wire import decode_as
 from shared.worker_protocol import Cancel
 from tests.gpu_worker.any_engine import engine_threads, load_native
 from tests.gpu_worker.builders import make_admission, make_admit
-from tests.gpu_worker.guesses import run_with_drafts
+from tests.gpu_worker.guesses import CHAINS, run_with_drafts
 from tests.gpu_worker.test_grammar import by_lark
 from tests.gpu_worker.tiny_models import Runner, build, prompts, save
 from tests.kernels.native_libraries import ISAS, library_for
@@ -239,22 +239,15 @@ def test_steps_of_held_answers_overlap(engine: NativeEngine, load: Any) -> None:
     step.results()
 
 
-@pytest.mark.parametrize("wrong", [0.0, 0.4])
-def test_drafts_change_no_token(engine: NativeEngine, load: Any, alone: list[list[int]], wrong: float) -> None:
-    texts, params = load
-    runner, chance = Runner(engine), random.Random(3)
-    sequences, known = [], {}
-    for text, own, ids in zip(texts, params, alone, strict=True):
+@pytest.mark.parametrize("kind", CHAINS)
+def test_drafts_change_no_token(engine: NativeEngine, load: Any, alone: list[list[int]], kind: str) -> None:
+    runner, sequences, known = Runner(engine), [], {}
+    for text, own, ids in zip(*load, alone, strict=True):
         seq = runner.sequence(text, len(ids), stop_token_ids=(END,), **own)
         seq.answer = GRAMMARS.begin(own["constraint"], [END]) if "constraint" in own else None
         sequences.append(seq)
         known[id(seq)] = ids
-
-    def guess(seq: Any, most: int) -> list[int]:
-        ids = known[id(seq)][seq.num_output_tokens :][:most]
-        return [chance.randrange(VOCAB_SIZE) if chance.random() < wrong else i for i in ids]
-
-    got, _ = run_with_drafts(runner, sequences, guess, prefill_chunk=13)
+    got, _ = run_with_drafts(runner, sequences, CHAINS[kind](known, VOCAB_SIZE), prefill_chunk=13)
     assert [[t.token_id for t in tokens] for tokens in got] == alone
 
 
