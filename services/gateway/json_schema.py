@@ -11,9 +11,9 @@ from typing import Any, NoReturn
 
 from services.gateway.errors import BadRequest
 from services.gateway.json_reader import shown
-from services.gateway.schema_branches import exclusive
+from services.gateway.schema_branches import Exclusions
 from services.gateway.schema_formats import FORMATS, of_format
-from services.gateway.schema_negation import MAX_NODES, Negation, Schema, any_of, regex_escaped
+from services.gateway.schema_negation import MAX_NODES, MAX_TEXT_CHARS, Negation, Schema, any_of, regex_escaped
 
 MAX_ONE_OF = 8  # branches that overlap: each is told against every other
 MAX_FOLLOWED = 512  # `$ref`s
@@ -54,6 +54,7 @@ class _Walk:
     def __init__(self, root: Any) -> None:
         self._root = root
         self._negation = Negation()
+        self._exclusions = Exclusions()
         self._num_followed = 0
         self._one_document = not any(_names_documents(value) for value in _parts(root))
 
@@ -140,7 +141,11 @@ class _Walk:
         if self._negation.too_much:
             _refuse(at, f"is not supported with more than {MAX_NODES} parts to deny")
         if denied is None:
-            _refuse(at, "is not supported, only of types, enum, const, required, properties, bounds, anyOf and allOf")
+            _refuse(
+                at,
+                "is not supported, only of types, enum and const (texts of at most "
+                f"{MAX_TEXT_CHARS} letters), required, properties, bounds, anyOf and allOf",
+            )
         return denied
 
     def _condition(self, value: Any, schema: dict[str, Any], at: str) -> Schema:
@@ -160,7 +165,7 @@ class _Walk:
         """Where no two can hold together it is anyOf; else each is told without the others, if it can be; else the
         library may see what is not seen here."""
         targets = [self._behind_refs(branch) for branch in given]
-        if all(exclusive(a, b, schema) for i, a in enumerate(targets) for b in targets[:i]):
+        if self._exclusions.all_exclusive(targets, schema):
             also.append(any_of(branches))
             return
         if len(branches) <= MAX_ONE_OF:

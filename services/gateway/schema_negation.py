@@ -11,6 +11,7 @@ from typing import Any
 Schema = dict[str, Any] | bool
 
 MAX_NODES = 2000
+MAX_TEXT_CHARS = 50  # of a text to deny: each is some levels of groups in a regular expression, which may have 250
 _TYPES = ("null", "boolean", "object", "array", "string", "number")
 _SAY_NOTHING = frozenset((
     "title", "description", "default", "examples", "$comment", "$schema", "$id", "$anchor", "$defs", "definitions",
@@ -99,7 +100,8 @@ def any_of(branches: list[Schema]) -> Schema:
 
 
 def _of_types(value: Any) -> list[Schema] | None:
-    given = {value} if isinstance(value, str) else set(value) if isinstance(value, list) else {""}
+    names = value if isinstance(value, list) else [value]
+    given = {name if isinstance(name, str) else "" for name in names}
     if not given <= {*_TYPES, "integer"} or ("integer" in given and "number" not in given):
         return None  # no keyword says that a number is no integer
     left = [name for name in _TYPES if name not in given]
@@ -111,6 +113,8 @@ def _of_values(values: Any) -> list[Schema] | None:
         return None
     bools = {value for value in values if isinstance(value, bool)}
     texts = {value for value in values if isinstance(value, str)}
+    if any(len(text) > MAX_TEXT_CHARS for text in texts):
+        return None
     numbers = sorted({value for value in values if isinstance(value, int | float) and not isinstance(value, bool)})
     found: list[Schema] = [{"type": [name for name in _TYPES if name not in {*map(_type_of, values)}]}]
     if len(bools) == 1:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import random
 import re
@@ -12,7 +13,7 @@ import pytest
 
 from services.gateway.errors import BadRequest
 from services.gateway.json_schema import plain
-from services.gateway.schema_branches import exclusive
+from services.gateway.schema_branches import Exclusions
 from services.gateway.schema_negation import none_of
 
 
@@ -31,6 +32,8 @@ def refused(schema: Any) -> BadRequest:
         ({"not": {"items": {"type": "null"}}}, "s.not"),
         ({"not": {"properties": {"a": {"multipleOf": 2}}}}, "s.not"),
         ({"not": {"enum": [{}]}}, "s.not"),
+        ({"not": {"type": [["null"]]}}, "s.not"),
+        ({"not": {"const": "a" * 51}}, "s.not"),
         ({"not": {"contains": {}}}, "s.not.contains"),
         ({"if": {"pattern": "a"}, "then": {"type": "null"}}, "s.if"),
         ({"if": True, "then": {"uniqueItems": True}}, "s.then.uniqueItems"),
@@ -76,6 +79,42 @@ def test_what_doubles_with_each_level_ends(keyword: str) -> None:
     assert time.process_time() - began < 1
 
 
+def union(num: int, **also: Any) -> Any:
+    kinds = [{"type": "object", "properties": {"k": {"const": i}}, "required": ["k"]} for i in range(num)]
+    return {"oneOf": kinds, **also}
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"oneOf": [{"const": i} for i in range(4000)]},
+        {"oneOf": [{"const": i} for i in (*range(4000), 0)]},
+        {"oneOf": [{"enum": list(range(n, n + 20000))} for n in (0, 20000, 40000, 59999)]},
+        {"oneOf": [{"enum": [[i] for i in range(n, n + 4000)]} for n in (0, 4000)]},
+        {"oneOf": [{"type": ["string"] * 9000} for _ in range(300)]},
+        union(2000),
+        union(100, required=[f"p{i}" for i in range(5000)]),
+        {"anyOf": [union(100) for _ in range(100)]},
+        {"not": {"const": "a" * 60000}},
+        {"oneOf": [{"const": "a" * 30000, "minLength": 1}, {"enum": ["a" * 30000]}]},
+    ],
+    ids=lambda schema: json.dumps(schema)[:60],
+)
+def test_many_branches_and_long_values_take_little_time(schema: Any) -> None:
+    """The loop that reads requests waits for it."""
+    began = time.process_time()
+    with contextlib.suppress(BadRequest):
+        plain(schema, "s")
+    assert time.process_time() - began < 0.5
+
+
+def test_unions_of_many_values_are_told_and_of_many_kinds_too() -> None:
+    values: list[Any] = [{"oneOf": [{"const": i} for i in range(4000)]}, {"oneOf": [{"const": None}, {"const": 0}]}]
+    for schema in (*values, union(60)):
+        made = plain(schema, "s")
+        assert isinstance(made, dict) and "oneOf" not in made
+
+
 def test_references_that_go_round_end() -> None:
     names = {f"n{i}": {"allOf": [], "$ref": f"#/$defs/n{(i + 1) % 9}"} for i in range(9)}
     many = {f"p{i}": {"propertyNames": {"$ref": "#/$defs/n0"}} for i in range(500)}
@@ -114,7 +153,7 @@ def test_pointers_within_other_documents_are_not_followed() -> None:
     ],
 )  # fmt: skip
 def test_what_cannot_hold_together(a: Any, b: Any, beside: Any, are: bool) -> None:
-    assert exclusive(a, b, beside) == exclusive(b, a, beside) == are
+    assert Exclusions().all_exclusive([a, b], beside) == Exclusions().all_exclusive([b, a], beside) == are
 
 
 def test_every_text_but_these() -> None:
