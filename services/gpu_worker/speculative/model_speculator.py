@@ -74,6 +74,7 @@ class ModelSpeculator:
         self._asked: list[tuple[_Followed, int]] = []
         self._drafted: list[_Followed] = []  # in the latest step
         self._num_failures = 0
+        self._rest_s = REST_S  # the next one
         self._rests_until = 0.0  # the proposer, by the clock
         self._left: deque[Sequence] = deque()  # some while others are guessed for
 
@@ -181,7 +182,7 @@ class ModelSpeculator:
         started = self._clock()
         try:
             proposals = self._proposer.propose(sequences, counts, self._num_catch_up())
-            self._num_failures = 0
+            self._num_failures, self._rest_s = 0, REST_S
         except Exception:
             proposals = [NOTHING] * len(sequences)
             self._proposer_failed()
@@ -195,8 +196,8 @@ class ModelSpeculator:
         log.warning("no guesses: the draft model failed, %d times now", self._num_failures, exc_info=True)
         self._hold([followed for followed, _ in self._asked])
         if self._num_failures >= MAX_FAILURES:
-            rest_s = min(LONGEST_REST_S, REST_S * 2.0 ** (self._num_failures - MAX_FAILURES))
-            self._rests_until = self._clock() + rest_s
+            self._rests_until = self._clock() + self._rest_s
+            self._rest_s = min(LONGEST_REST_S, 2.0 * self._rest_s)
 
     def _num_catch_up(self) -> int:
         """Tokens before one step, so that nobody waits long for the text of another to be read."""

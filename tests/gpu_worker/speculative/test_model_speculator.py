@@ -12,7 +12,7 @@ import pytest
 
 from services.gpu_worker.batch import Chunk, SampledToken, Sequence
 from services.gpu_worker.speculative import model_speculator
-from services.gpu_worker.speculative.model_speculator import MAX_FAILURES, REST_S, ModelSpeculator
+from services.gpu_worker.speculative.model_speculator import LONGEST_REST_S, MAX_FAILURES, REST_S, ModelSpeculator
 from services.gpu_worker.speculative.proposer import NOTHING, Proposal
 from services.gpu_worker.speculative.row_cost import RowCost
 from services.gpu_worker.speculative.speculator import HELD_TOKENS
@@ -233,6 +233,16 @@ def test_a_model_that_fails_fails_no_answer_and_is_asked_more_and_more_rarely(ca
     simulation.guesses.failing = False
     simulation.guesses.now_s += REST_S * 8.0
     assert simulation.run([make_sequence(9)], 2000) > 1.1, "a model that has come back is asked as before"
+
+
+def test_a_model_that_never_comes_back_harms_nothing_however_often_it_is_asked() -> None:
+    """Once an hour for some weeks."""
+    simulation = Simulation(Guesses(failing=True))
+    num = 1100
+    for number in range(num):
+        simulation.guesses.now_s += LONGEST_REST_S
+        simulation.run([make_sequence(number)], 4)
+    assert len(simulation.guesses.asked) > num - HELD_TOKENS
 
 
 def test_after_a_step_with_drafts_that_failed_there_are_none_for_a_while() -> None:
