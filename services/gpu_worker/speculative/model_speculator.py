@@ -36,6 +36,7 @@ MAX_CATCH_UP_TOKENS = 512
 MAX_FAILURES = 3  # one after the other: nothing is guessed for REST_S, and after each more for twice as long
 REST_S = 10.0
 LONGEST_REST_S = 3600.0
+MOST_IN_FLIGHT = 2  # steps
 
 
 @dataclass(slots=True)
@@ -76,22 +77,26 @@ class ModelSpeculator:
         self._num_failures = 0
         self._rest_s = REST_S  # the next one
         self._rests_until = 0.0  # the proposer, by the clock
-        self._left: deque[Sequence] = deque()  # some while others are guessed for
+        self._left: deque[tuple[Sequence, int]] = deque()  # and before which step
+        self._num_steps = 0
 
     @property
     def is_usable(self) -> bool:
         return self._num_failures < MAX_FAILURES or self._clock() >= self._rests_until
 
     def forget(self, seq: Sequence) -> None:
-        self._left.append(seq)
+        self._left.append((seq, self._num_steps))
 
-    def _forget_left(self) -> None:
-        while self._left:
-            seq = self._left.popleft()
+    def _forget_left(self, num_in_flight: int = 0) -> None:
+        """Also who was never guessed for: the proposer may have been told of it. As it may be by a step in flight, it
+        forgets once more when those have ended."""
+        for seq, _ in self._left:
             followed = self._followed.get(seq.sid)
             if followed is not None and followed.seq is seq:
                 del self._followed[seq.sid]
-                self._proposer.forget(seq)
+            self._proposer.forget(seq)
+        while self._left and self._left[0][1] + num_in_flight <= self._num_steps:
+            self._left.popleft()
 
     def _follow(self, seq: Sequence) -> _Followed:
         followed = self._followed.get(seq.sid)
@@ -104,7 +109,6 @@ class ModelSpeculator:
 
     def plan(self, chunks: Seq[Chunk], most: Seq[int], num_free: int) -> list[int]:
         """The first token of an answer waits for no guesses."""
-        self._forget_left()
         self.plan_nothing()
         most = [n if c.count == 1 and c.seq.num_output_tokens else 0 for c, n in zip(chunks, most, strict=True)]
         num_sampled, num_rows = sum(c.sample for c in chunks), sum(c.count for c in chunks)
@@ -113,6 +117,8 @@ class ModelSpeculator:
         return counts
 
     def plan_nothing(self) -> None:
+        """No step is in flight."""
+        self._forget_left()
         self.spent_s, self._asked = 0.0, []
 
     def expects(self, sequences: Seq[Sequence], most: Seq[int], num_free: int) -> bool:
@@ -208,7 +214,7 @@ class ModelSpeculator:
 
     def offers(self, chunks: Seq[Chunk], most: Seq[int]) -> dict[str, Offer]:
         """What has been guessed, by the sequences' ids."""
-        self._forget_left()
+        self._forget_left(MOST_IN_FLIGHT)
         if not self._asked:
             return {}
         offers: dict[str, Offer] = {}
@@ -248,7 +254,9 @@ class ModelSpeculator:
         self.learn(chunks, drawn)
 
     def learn(self, chunks: Seq[Chunk], drawn: Seq[Drawn]) -> None:
-        """How often guesses were right."""
+        """How often guesses were right. Of each step once: what was guessed before it is no longer of any."""
+        self._num_steps += 1
+        self.spent_s = 0.0
         if not self._asked:
             return
         for chunk, tokens in zip(chunks, drawn, strict=True):

@@ -271,6 +271,44 @@ def test_one_that_left_is_forgotten_and_a_new_life_begins_anew() -> None:
     assert simulation.speculator._followed["r0.0"].seq is new
 
 
+def test_who_left_before_anything_was_guessed_for_it_is_forgotten_too() -> None:
+    """Heads are told of every step, so they know of a request for one token."""
+    simulation = Simulation(Guesses())
+    seq = make_sequence()
+    simulation.speculator.plan([Chunk(seq, 0, 19, True)], [0], 9)
+    simulation.speculator.observe([Chunk(seq, 0, 19, True)], [(SampledToken(1),)], 0.01)
+    simulation.speculator.forget(seq)
+    simulation.speculator.plan([], [], 9)
+    assert simulation.guesses.forgotten == [seq.sid]
+
+
+def test_who_left_is_forgotten_again_until_no_step_is_in_flight_with_it() -> None:
+    simulation = Simulation(Guesses())
+    seq, other = make_sequence(1), make_sequence(2)
+    chunk = Chunk(other, 19, 1, True)
+    simulation.speculator.forget(seq)
+    forgotten = []
+    for _ in range(5):
+        simulation.speculator.draft([chunk], [0], 9)
+        forgotten.append(simulation.guesses.forgotten.count(seq.sid))
+        simulation.speculator.observe([chunk], [(SampledToken(1),)], 0.01)
+    assert forgotten == [1, 2, 3, 3, 3]
+
+
+def test_what_guessing_took_counts_in_its_own_step_alone() -> None:
+    """The step behind it may begin before it ends, and nothing is planned for that."""
+    simulation = Simulation(Guesses(chances=(1.0, 1.0), round_s=0.004))
+    seq = make_sequence()
+    simulation.guesses.answers[id(seq)] = list(range(400))
+    for _ in range(60):
+        simulation.step([Chunk(seq, len(seq.token_ids) - 1, 1, True)])
+    saved_s = simulation.speculator.counts[CONFIG.method].saved_s
+    chunk = Chunk(seq, len(seq.token_ids) - 1, 1, True)
+    simulation.speculator.draft([chunk], [0], 9)
+    simulation.speculator.observe([chunk], [(SampledToken(1),)], step_s(1))
+    assert simulation.speculator.counts[CONFIG.method].saved_s == saved_s
+
+
 def test_what_is_guessed_and_not_drafted_is_learnt_from(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(model_speculator, "UNKNOWN_CHANCE", 0.0)
     simulation = Simulation(Guesses(chances=(1.0, 1.0)))
