@@ -47,12 +47,24 @@ class _Read:
     block_ids: list[int]  # that the head has written to
     kept: list[tuple[int, torch.Tensor]] = field(default_factory=list)
     num_kept: int = 0
-    end: int = 0  # behind the last that was kept
+    drafts_from: int = 0  # behind the last that was kept and is no draft
+    drafts: tuple[int, ...] = ()
     is_given_up: bool = False
 
-    def keep(self, start: int, rows: torch.Tensor) -> None:
+    @property
+    def end(self) -> int:
+        """Behind the last token that was kept. Drafts that were wrong are none, nor what stands in their place."""
+        end, ids = self.drafts_from, self.seq.token_ids
+        for token_id in self.drafts:
+            if end >= len(ids) or ids[end] != token_id:
+                break
+            end += 1
+        return end
+
+    def keep(self, chunk: Chunk, rows: torch.Tensor) -> None:
         """Most are read before the next come; those that are not leave what else their step has computed."""
-        self.end = start + len(rows)
+        start = chunk.start
+        self.drafts_from, self.drafts = start + chunk.count, chunk.draft.ids
         if self.is_given_up:
             return
         if self.kept and (own := self.kept[-1][1]).nbytes < own.untyped_storage().nbytes():
@@ -105,7 +117,10 @@ class HeadProposer:
 
     def wants_rows(self, chunks: Seq[Chunk]) -> bool:
         """Of a step: is there one whose rows are wanted?"""
-        return any(self.wants(chunk.seq) for chunk in chunks)
+        return any(self._wants(chunk.seq) for chunk in chunks)
+
+    def _wants(self, seq: Sequence) -> bool:
+        return seq.params.num_speculative_tokens != 0 and self.wants(seq)
 
     def take(self, chunks: Seq[Chunk], taps: torch.Tensor) -> None:
         """taps [rows, taps, hidden_size]: what was read for the chunks' rows."""
@@ -113,8 +128,8 @@ class HeadProposer:
         for chunk in chunks:
             own = taps[row : row + chunk.num_rows]
             row += chunk.num_rows
-            if self.wants(chunk.seq):
-                self._of(chunk).keep(chunk.start, own if len(taps) - len(own) <= FEW_OTHERS else own.clone())
+            if self._wants(chunk.seq):
+                self._of(chunk).keep(chunk, own if len(taps) - len(own) <= FEW_OTHERS else own.clone())
         readers = list(self._read.values())
         while sum(read.num_kept for read in readers) > MAX_KEPT_ROWS:
             max(readers, key=lambda read: read.num_kept).give_up()
@@ -128,7 +143,7 @@ class HeadProposer:
             base, first = 0, chunk.start
             if held * size < chunk.start:
                 base = first = -(-chunk.start // size) * size
-            read = _Read(seq, base, first, 0 if base else held, list(seq.block_ids), end=chunk.start)
+            read = _Read(seq, base, first, 0 if base else held, list(seq.block_ids))
             self._read[seq.sid] = read
         return read
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,6 +19,7 @@ from services.gpu_worker.model.config import ConfigError
 from services.gpu_worker.native_engine import NativeEngine
 from services.gpu_worker.running_set import RunningSet
 from services.gpu_worker.sampler import validate
+from services.gpu_worker.speculative import draft
 from services.gpu_worker.speculative.head_proposer import MAX_KEPT_ROWS, HeadProposer
 from services.gpu_worker.speculative.medusa_proposer import MedusaProposer
 from services.gpu_worker.speculative.model_speculator import ModelSpeculator
@@ -170,6 +172,47 @@ def test_of_whom_something_was_not_kept_is_read_anew_from_the_next_block_on() ->
     seq.token_ids.append(11)
     proposer.take(*rows(seq, 10, 1))
     assert proposed(proposer, seq) == () and not proposer.wants_rows(rows(seq, 10, 1)[0])
+
+
+@pytest.mark.parametrize("reads_before", [False, True])
+def test_what_was_kept_of_wrong_drafts_hides_no_token_that_was_not(reads_before: bool) -> None:
+    """It would be read in the place of the token, or, where it is gone already, be missed for ever."""
+    proposer = HeadProposer(Oracle([list(range(9000))]), 4, lambda: 0.0)
+    seq = sequence(8, [5, 6, 7, 8], [])
+    proposer.take(*rows(seq, 0, 7))
+    assert proposed(proposer, seq) == (8, 9)
+    (chunk,), taps = rows(seq, 7, 1)
+    wrong = torch.full((3, 1, 1), 77.0)
+    proposer.take([replace(chunk, draft=draft.chain([77, 77, 77]))], torch.cat((taps, wrong)))
+    seq.token_ids.append(8)
+    if reads_before:
+        assert proposed(proposer, seq) == (9, 10)
+    seq.token_ids.append(9)  # of a step that was not kept
+    assert proposer.num_behind(seq) > 100
+    for number in range(9, 13):
+        assert proposed(proposer, seq) == ()
+        seq.token_ids.append(number + 1)
+        proposer.take(*rows(seq, number, 1))
+    assert proposed(proposer, seq) == (14, 15), "from the next block on it is read again"
+
+
+def test_drafts_that_were_right_are_read() -> None:
+    proposer = HeadProposer(Oracle([list(range(9000))]), 4, lambda: 0.0)
+    seq = sequence(8, [5, 6, 7, 8], [])
+    seq.token_ids += (8, 9)
+    (chunk,), taps = rows(seq, 0, 10)
+    proposer.take([replace(chunk, count=8, draft=draft.chain([8, 9, 77]))], torch.cat((taps, taps[:1])))
+    seq.token_ids.append(10)
+    assert proposed(proposer, seq) == (11, 12)
+
+
+def test_nothing_is_kept_for_a_request_that_wants_no_guesses() -> None:
+    proposer = HeadProposer(Oracle([list(range(9000))]), 4, lambda: 0.0)
+    seq = sequence(8, [5, 6, 7, 8], [])
+    seq.params = seq.params.model_copy(update={"num_speculative_tokens": 0})
+    chunks, taps = rows(seq, 0, 7)
+    proposer.take(chunks, taps)
+    assert not proposer._read and not proposer.wants_rows(chunks)
 
 
 def test_who_has_another_block_has_no_guesses() -> None:
