@@ -208,7 +208,7 @@ class _Walk:
             k: v for k, v in schema.items() if k in ("minLength", "maxLength")
         }
         for keyword, value in schema.items():
-            if keyword in ("enum", "const"):
+            if keyword == "const" or (keyword == "enum" and isinstance(value, list)):
                 texts = [v for v in (value if keyword == "enum" else [value]) if isinstance(v, str)]
                 found.append(f"^(?:{'|'.join(map(regex_escaped, texts))})$" if texts else r"[^\s\S]")
             elif keyword == "pattern" and isinstance(value, str):

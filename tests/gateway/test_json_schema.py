@@ -40,6 +40,7 @@ def refused(schema: Any) -> BadRequest:
         ({"dependentSchemas": {"a": {"contains": {}}}}, "s.dependentSchemas.a.contains"),
         ({"dependentRequired": ["a"]}, "s.dependentRequired"),
         ({"propertyNames": {"format": "date"}}, "s.propertyNames"),
+        ({"propertyNames": {"enum": 1}}, "s.propertyNames"),
         ({"propertyNames": {"$ref": "#/$defs/n"}, "$defs": {"n": {"$ref": "#/$defs/n"}}}, "s.propertyNames"),
         ({"unevaluatedProperties": False, "anyOf": [{"properties": {"a": {}}}]}, "s.unevaluatedProperties"),
         ({"unevaluatedItems": {"type": "null"}, "contains": {}, "minContains": 0}, "s.unevaluatedItems"),
