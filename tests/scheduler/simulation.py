@@ -7,6 +7,7 @@ questions when it comes to it, and what it has told it keeps until it knows that
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections import deque
 from dataclasses import dataclass, field
@@ -15,6 +16,7 @@ from typing import Any
 from services.cache_store.store_core import StoreCore
 from services.scheduler.actions import Action, Assign, Call, CheckPlaced, Finish, Plan, ReadRecord, Requeue
 from services.scheduler.core import SchedulerCore
+from services.scheduler.executor import MAX_TOGETHER
 from services.scheduler.sequence import Queued
 from shared.protocol import Member
 from shared.store_calls import Inventory
@@ -384,18 +386,45 @@ class Simulation:
     def decide(self) -> None:
         self.todo += self.core.decide(self.now)
 
-    def lose_a_reply(self) -> None:
-        """The next action is carried out, and will be once more, since nobody has learnt of it."""
+    def come_to_assign(self) -> None:
+        """Everything between queue and store goes on until some are to be assigned, if any are."""
+        for _ in range(5):
+            while self.headers:
+                self.deliver_header()
+            self.decide()
+            while self.todo and not isinstance(self.todo[0], Assign):
+                self.act()
+            if self.todo:
+                return
+            while self.cache:
+                self.deliver_to_store()
+            while self.inbox:
+                self.deliver_to_scheduler()
+
+    def lose_a_reply(self, rng: random.Random) -> None:
+        """The next action is carried out, and will be once more, since nobody has learnt of it. Of those that go along
+        with it some are, and of some it is known what came of them; all will be done again."""
         action = self.todo[0]
         match action:
-            case Assign():
-                self.assign(action)
+            case Assign() | ReadRecord():
+                alike = itertools.takewhile(lambda other: type(other) is type(action), self.todo)
+                for each in list(itertools.islice(alike, MAX_TOGETHER)):
+                    self._half(each, rng.randrange(3))
             case Plan():
                 self.plan(action)
             case Call() if action.store == f"c{self.num_stores}":
                 self.cache.append(action.message)
             case Requeue():
                 self.requeue(action.sid, action.epoch)
+
+    def _half(self, action: Action, how_far: int) -> None:
+        """0: it did not reach Redis. 1: its reply was lost. 2: neither."""
+        if isinstance(action, ReadRecord) and how_far == 2:
+            self.read(action)
+        if isinstance(action, Assign) and how_far:
+            status = self.assign(action)
+            if how_far == 2:
+                self.on_assigned(action, status)
 
     def plan(self, action: Plan) -> bool:
         """As the script does it: a number is carried out once."""
@@ -411,8 +440,7 @@ class Simulation:
         action = self.todo.popleft()
         match action:
             case ReadRecord():
-                record = self.records[action.sid]
-                self.core.on_record(action.sid, pack_ids(record.ids), SALT)
+                self.read(action)
             case Call():
                 if action.store == f"c{self.num_stores}":
                     self.cache.append(action.message)
@@ -435,8 +463,13 @@ class Simulation:
                     if placed and (record.sid, record.epoch) not in action.shown:
                         self.requeue(record.sid, record.epoch)
 
+    def read(self, action: ReadRecord) -> None:
+        self.core.on_record(action.sid, pack_ids(self.records[action.sid].ids), SALT)
+
     def deliver_reply(self) -> None:
-        action, status = self.assigned.popleft()
+        self.on_assigned(*self.assigned.popleft())
+
+    def on_assigned(self, action: Assign, status: str) -> None:
         self.core.on_assigned(action, status, self.now)
         if status in ("fenced", "gone"):
             self.lose(action.worker, action.term)
@@ -459,7 +492,7 @@ class Simulation:
             moves["inbox"] = self.deliver_to_scheduler
         if self.assigned:
             moves["reply"] = self.deliver_reply
-        elif self.todo:  # one after the other
+        if self.todo and (not self.assigned or self._goes_along(self.todo[0])):
             moves["act"] = self.act
         for name, worker in self.workers.items():
             if worker.plan:
@@ -470,6 +503,10 @@ class Simulation:
                 moves[f"answer {name}"] = lambda worker=worker: worker.answer(self)
             moves[f"report {name}"] = lambda worker=worker: worker.report(self)
         return moves
+
+    def _goes_along(self, action: Action) -> bool:
+        """Else it waits for the replies to those before it."""
+        return isinstance(action, Assign) and len(self.assigned) < MAX_TOGETHER
 
     def run(self, max_rounds: int = 400) -> None:
         """Without faults until all is done, everything in turn; AssertionError if it never is."""

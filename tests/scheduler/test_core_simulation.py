@@ -18,7 +18,7 @@ PREFIXES = ([1] * 9, [2] * 17, [3])
 
 
 NUM_FAULTS = 16
-LATE = (6, 11, 12, 13, 14, 15)  # nobody dies and nothing is lost but replies: what was said comes late, or twice
+LATE = (6, 9, 11, 12, 13, 14, 15)  # nobody dies and nothing is lost but replies: what was said comes late, or twice
 
 
 def disturbed(sim: Simulation, rng: random.Random, faults: Seq[int] = range(NUM_FAULTS)) -> None:
@@ -42,8 +42,11 @@ def disturbed(sim: Simulation, rng: random.Random, faults: Seq[int] = range(NUM_
             sim.headers.append(replace(sim.headers[0]))  # claimed, and delivered too
         case 8:
             sim.replace_worker(rng.choice(list(sim.workers)))
-        case 9 if sim.todo and not sim.assigned:
-            sim.lose_a_reply()
+        case 9 if not sim.assigned:
+            if rng.randrange(2):
+                sim.come_to_assign()
+            if sim.todo:
+                sim.lose_a_reply(rng)
         case 10 if len(sim.inbox) > 1:  # worker and store write to the same stream, each in its own order
             first, second = list(sim.inbox)[:2]
             if isinstance(first, Report | RunningState) != isinstance(second, Report | RunningState):
