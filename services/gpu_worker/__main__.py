@@ -208,7 +208,7 @@ def _model(
             needs_device=asked.device == "cuda", progress=show, draft_block_bytes=more.block_bytes() if more else 0,
         )  # fmt: skip
     if heads is not None:
-        return engine, validate, heads.load(engine)
+        return engine, validate, heads.load_if_possible(engine)
     return engine, validate, draft.load(source, engine.info) if draft else None
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -29,18 +30,21 @@ from services.gpu_worker.weights.source import WeightsError
 from shared import model_source, speculative_config
 from shared.settings import WorkerSettings
 
+log = logging.getLogger(__name__)
+
 KEY = "speculative_config: model"
 PACKAGED = Path(__file__).parent / "heads"  # by the names of models that come along
 
 
 @dataclass(frozen=True, slots=True)
 class Heads:
-    """What is asked for, of a model."""
+    """What is asked for, of a model. comes_along: nobody has asked for just these, so they need not be able to."""
 
     folder: Path
     kind: Literal["medusa", "eagle", "eagle3"]
     target: Path
     block_size: int
+    comes_along: bool = False
 
     def block_bytes(self) -> int:
         """What each block of the target takes more."""
@@ -65,6 +69,25 @@ class Heads:
         layer = drafting_layer(config)
         step = head_step_bytes(layer, limits, len(config.tap_layers), MAX_KEPT_ROWS)
         return Beside(weights, step, self.block_bytes())
+
+    def fit(self) -> bool:
+        """By their configuration and the model's."""
+        try:
+            self._config()
+        except ConfigError as e:
+            log.warning("guessing from texts alone: %s", e)
+            return False
+        return True
+
+    def load_if_possible(self, engine: Engine) -> HeadProposer | MedusaProposer | None:
+        """None where they only come along and cannot draft for it; ConfigError where they are asked for."""
+        try:
+            return self.load(engine)
+        except ConfigError as e:
+            if not self.comes_along:
+                raise
+            log.warning("guessing from texts alone: %s", e)
+            return None
 
     def load(self, engine: Engine) -> HeadProposer | MedusaProposer:
         """ConfigError where they cannot draft for it."""
@@ -98,8 +121,9 @@ def heads_of(own: WorkerSettings, target: Path, cache_dir: Path) -> Heads | None
     """Where the method is one of heads, which may be a download, or takes them where they come along."""
     config = speculative_config.parse(own.speculative_config)
     if config is not None and config.method == "auto":
-        folder = _packaged(target)
-        return Heads(folder, "eagle3", target, own.block_size) if folder else None
+        folder = _packaged(target) if own.engine != "torch" else None
+        heads = Heads(folder, "eagle3", target, own.block_size, comes_along=True) if folder else None
+        return heads if heads is not None and heads.fit() else None
     if config is None or config.method not in speculative_config.HEADS:
         return None
     if not config.model:

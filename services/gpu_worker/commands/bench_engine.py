@@ -94,7 +94,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     overlap = device is not None or leaves_one_free(threads) if args.overlap is None else args.overlap
     max_step_s = own.max_step_ms / 1000
     config = speculative_config.parse(own.speculative_config)
-    guesser = heads.load(engine) if heads else draft.load(source, engine.info) if draft else None
+    guesser = heads.load_if_possible(engine) if heads else draft.load(source, engine.info) if draft else None
     drafter = make_drafter(config, engine, guesser, max_step_s)
     bench = EngineBench(engine, budget, max_step_s, overlap=overlap, drafter=drafter)
     bench.run(requests(2, 16, [4], engine.info.vocab_size, args.seed), 2, "continuous")  # warm-up

@@ -10,6 +10,7 @@ from typing import Any, Literal
 import pytest
 import torch
 
+from services.gpu_worker import heads_loading
 from services.gpu_worker.batch import Chunk, Sequence
 from services.gpu_worker.composer import Budget
 from services.gpu_worker.drafters import make_drafter
@@ -24,7 +25,7 @@ from services.gpu_worker.speculative.head_proposer import MAX_KEPT_ROWS, HeadPro
 from services.gpu_worker.speculative.medusa_proposer import MedusaProposer
 from services.gpu_worker.speculative.model_speculator import ModelSpeculator
 from services.gpu_worker.speculative.native_eagle import Guess, Wanted
-from shared import settings
+from shared import model_source, settings
 from shared.protocol import SamplingParams, TokenChunk
 from shared.settings import WorkerSettings
 from shared.speculative_config import SpeculativeConfig
@@ -271,6 +272,26 @@ def test_heads_are_loaded_as_the_configuration_names_them(tmp_path: Path) -> Non
     assert wrong is not None
     with pytest.raises(ConfigError, match=r"speculative_config: model: draft_vocab_size"):
         wrong.block_bytes()
+
+
+def test_heads_that_only_come_along_stop_no_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`auto` has asked for none: where they do not fit, or cannot compute, it does without."""
+    ((name, known),) = model_source.KNOWN.items()
+    model = tmp_path / known.file_name  # another, with its name
+    engine = load_tiny(model)
+
+    def asked(method: str, **other: str) -> Heads | None:
+        return heads_of(WorkerSettings(speculative_config=f'{{"method": "{method}"}}', **other), model, tmp_path)
+
+    assert asked("auto") is None
+    published("eagle3", model, tmp_path / name)
+    monkeypatch.setattr(heads_loading, "PACKAGED", tmp_path)
+    assert asked("auto", engine="torch") is None
+    heads, by_name, torch_engine = asked("auto"), asked("eagle3"), load_torch(model, kv_cache_bytes=8 << 20)
+    assert heads is not None and by_name is not None
+    assert heads.load_if_possible(engine) is not None and heads.load_if_possible(torch_engine) is None
+    with pytest.raises(ConfigError, match="computes with native kernels"):
+        by_name.load_if_possible(torch_engine)
 
 
 def test_a_first_guess_and_those_behind_it_have_costs_of_their_own() -> None:
