@@ -53,7 +53,7 @@ class AutoSpeculator:
         self._is_planned = False
         self._tried = ""  # the sequence that heads read though they do not pay
         self._ends_at = 0  # which step ends trying, or rest
-        self._num_quiet = 0  # steps, before which heads are not asked
+        self._quiet_until = 0  # before which step heads are not asked
         self._num_asked = 0  # times whether they pay now, while they do not
         self._num_steps = 0
         self._worth = Worth()
@@ -74,16 +74,13 @@ class AutoSpeculator:
     def plan(self, chunks: Seq[Chunk], most: Seq[int], num_free: int) -> list[int]:
         self._offered = self._text.offers(chunks, most, num_free)
         self._is_planned = True
-        self._num_steps += 1
-        if self._num_quiet:
-            self._num_quiet -= 1
+        if self._num_steps < self._quiet_until:
             self._heads.plan_nothing()
             return [0] * len(chunks)
-        is_greedy = all(c.seq.params.temperature == 0.0 for c in chunks)
-        self._circumstances = len(chunks).bit_length(), is_greedy
+        self._circumstances = _circumstances([c.seq for c in chunks])
         self._is_resting = not self._worth.may(self._circumstances, self._num_steps)
         if self._is_resting or not self._heads.is_usable or not (self._heads.pays or self._try_one(chunks)):
-            self._num_quiet = QUIET_STEPS
+            self._quiet_until = self._num_steps + 1 + QUIET_STEPS
         return self._heads.plan(chunks, self._most_of_heads(chunks, most), num_free)
 
     def _most_of_heads(self, chunks: Seq[Chunk], most: Seq[int]) -> list[int]:
@@ -115,12 +112,18 @@ class AutoSpeculator:
 
     def _try_one(self, chunks: Seq[Chunk]) -> bool:
         """The one that came last has the least to be read."""
-        if self._num_steps >= self._ends_at and chunks:
-            if self._tried:
-                self._tried, self._ends_at = "", self._num_steps + REST_STEPS
-            elif self._heads.purse.may_try:
-                self._tried, self._ends_at = chunks[-1].seq.sid, self._num_steps + TRIED_STEPS
+        if chunks and not self._is_trying() and self._may_try_again:
+            self._tried, self._ends_at = chunks[-1].seq.sid, self._num_steps + TRIED_STEPS
         return bool(self._tried)
+
+    def _is_trying(self) -> bool:
+        if self._tried and self._num_steps >= self._ends_at:
+            self._tried, self._ends_at = "", self._num_steps + REST_STEPS
+        return bool(self._tried)
+
+    @property
+    def _may_try_again(self) -> bool:
+        return self._num_steps >= self._ends_at and self._heads.purse.may_try
 
     def think(self) -> None:
         self._heads.think()
@@ -141,9 +144,13 @@ class AutoSpeculator:
     def expects(self, sequences: Seq[Sequence], most: Seq[int], num_free: int) -> bool:
         if self._text.expects(sequences, most, num_free):
             return True
-        if self._num_quiet or not (self._heads.pays or self._tried):
+        if self._num_steps < self._quiet_until or not self._heads.is_usable:
             return False
-        return self._heads.is_usable and not self._is_resting and self._heads.expects(sequences, most, num_free)
+        if not self._worth.may(_circumstances(sequences), self._num_steps):
+            return False
+        if self._is_trying() or self._heads.pays:
+            return self._heads.expects(sequences, most, num_free)
+        return any(most) and self._may_try_again
 
     # --- after it ----------------------------------------------------------------------------------------------------
 
@@ -152,6 +159,8 @@ class AutoSpeculator:
         self._text.observe(chunks, drawn, seconds - spent_s)
         if spent_s and self._heads.pays:
             self._worth.note(self._circumstances, self._num_steps, seconds, self._text.saved_s - spent_s)
+            self._is_resting = not self._worth.may(self._circumstances, self._num_steps)
+        self._num_steps += 1
         self._heads.learn(chunks, drawn)
 
     def failed(self) -> None:
@@ -164,3 +173,7 @@ class AutoSpeculator:
         kind = self._kinds.get(seq.sid)
         if kind is not None and kind.seq is seq:
             del self._kinds[seq.sid]
+
+
+def _circumstances(sequences: Seq[Sequence]) -> tuple[int, bool]:
+    return len(sequences).bit_length(), all(seq.params.temperature == 0.0 for seq in sequences)

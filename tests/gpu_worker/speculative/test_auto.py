@@ -33,6 +33,7 @@ class Simulation:
         text = Speculator(TEXT, cost, purse=purse)
         heads = ModelSpeculator(HEADS, guesses, lambda: guesses.now_s, cost, purse=purse)
         self.auto = AutoSpeculator(text, heads, "eagle3")
+        self.overlaps = False  # a step begins before the one before it has ended, unless drafts are expected
         self.num_steps = self.num_wanted = 0  # wanted: steps in which something is kept
 
     def run(self, prompts: list[list[int]], answers: list[list[int]]) -> float:
@@ -53,8 +54,11 @@ class Simulation:
         begun_s, auto = self.guesses.now_s, self.auto
         chunks = [Chunk(s, len(s.token_ids) - 1, 1, True) for s in sequences]
         most = [len(left[id(s)]) - 1 for s in sequences]
-        auto.plan(chunks, most, 64)
-        auto.think()
+        if self.overlaps and not auto.expects(sequences, [max(0, n - 1) for n in most], 64):
+            most = [0] * len(chunks)
+        else:
+            auto.plan(chunks, most, 64)
+            auto.think()
         chunks = [replace(c, draft=draft) for c, draft in zip(chunks, auto.draft(chunks, most, 64), strict=True)]
         drawn = []
         for chunk in chunks:
@@ -118,6 +122,18 @@ def test_heads_that_pay_less_than_they_are_expected_to_rest() -> None:
     simulation, rng = Simulation(guesses), random.Random(5)
     simulation.run([words(rng, 50)], [words(rng, 1000)])
     assert simulation.run([words(rng, 50)], [words(rng, 2000)]) > 0.97
+
+
+def test_heads_are_tried_again_where_steps_overlap_too() -> None:
+    """Nothing is planned for a step before which no drafts are expected, however many of those there are."""
+    guesses = Guesses(chances=(0.05, 0.02), token_s=0.0)
+    simulation, rng = Simulation(guesses), random.Random(8)
+    simulation.overlaps = True
+    prompts = [words(rng, 50) for _ in range(2)]
+    assert simulation.run(prompts, [words(rng, 3000) for _ in prompts]) > 0.97
+    assert simulation.num_wanted < 0.15 * simulation.num_steps
+    guesses.chances = (0.95, 0.4)
+    assert simulation.run(prompts, [words(rng, 4000) for _ in prompts]) > 1.2
 
 
 def test_where_rows_cost_what_they_are_neither_is_asked() -> None:
