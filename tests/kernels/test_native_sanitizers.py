@@ -69,5 +69,5 @@ def test_threads_do_not_race(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.parametrize("isa", ISAS[:1] + ISAS[-1:], ids=lambda isa: isa.name)
 def test_nothing_outside_of_memory_is_touched(isa: build.Isa, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    driver, library = sanitized("address,undefined", isa, tmp_path, monkeypatch)
+    driver, library = sanitized("address,bounds,shift,signed-integer-overflow", isa, tmp_path, monkeypatch)
     assert run(driver, library, 1) == run(driver, library, 3)
