@@ -267,7 +267,7 @@ class Scripts:
         return bool(await self._run("drop_lease", kind, id, owner))
 
     async def plan(self, kind: str, worker: str, term: int, changes: Sequence[bytes], number: int | None = None) -> str:
-        """ok | fenced | gone. With a number that no other call of this term has, a repeat adds nothing."""
+        """ok | fenced | gone. With numbers that rise from call to call of a term, a repeat adds nothing."""
         status, _ = await self._run("plan", kind, worker, term, "" if number is None else number, *changes)
         return str(status.decode())
 
