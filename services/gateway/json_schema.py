@@ -13,6 +13,7 @@ from services.gateway.errors import BadRequest
 from services.gateway.json_reader import shown
 from services.gateway.schema_branches import Exclusions
 from services.gateway.schema_formats import FORMATS, of_format
+from services.gateway.schema_names import with_one_spelling
 from services.gateway.schema_negation import MAX_NODES, MAX_TEXT_CHARS, Negation, Schema, any_of, regex_escaped
 
 MAX_ONE_OF = 8  # branches that overlap: each is told against every other
@@ -43,7 +44,7 @@ _IN_PLACE = frozenset((
 
 def plain(schema: Any, path: str) -> Schema:
     """BadRequest names the keyword that cannot be kept, and where it stands."""
-    return _Walk(schema).of(schema, path)
+    return with_one_spelling(_Walk(schema).of(schema, path))
 
 
 def _refuse(path: str, reason: str = "is not supported") -> NoReturn:
@@ -56,6 +57,8 @@ class _Walk:
         self._negation = Negation()
         self._exclusions = Exclusions()
         self._num_followed = 0
+        dialect = root.get("$schema") if isinstance(root, dict) else None
+        self._may_contain_none = not (isinstance(dialect, str) and "/draft-0" in dialect)  # minContains came later
         self._one_document = not any(_names_documents(value) for value in _parts(root))
 
     def of(self, schema: Any, path: str) -> Schema:
@@ -69,14 +72,16 @@ class _Walk:
             at = f"{path}.{shown(keyword)}"
             if isinstance(value, list) and keyword == "oneOf":
                 self._one_of(value, self._list(value, at), schema, made, also)
-            elif not self._same(keyword, value, at, made):
+            elif not self._same(keyword, value, schema, at, made):
                 self._otherwise(keyword, value, schema, at, made, also)
         if also := [each for each in also if each is not True]:
             made["allOf"] = [*made.get("allOf", ()), *also]
         return made
 
-    def _same(self, keyword: str, value: Any, at: str, made: dict[str, Any]) -> bool:
+    def _same(self, keyword: str, value: Any, schema: dict[str, Any], at: str, made: dict[str, Any]) -> bool:
         """Whether grammars know it by the same name."""
+        if keyword == "minProperties" and not _at_most(value, max(1, len(_names(schema.get("required"))))):
+            _refuse(at, "is not supported beyond 1 and what is required: a name may come twice")
         if keyword in _SCHEMAS_BY_NAME and isinstance(value, dict):
             made[keyword] = {name: self.of(sub, f"{at}.{shown(name)}") for name, sub in value.items()}
         elif keyword in (*_LISTS_OF_SCHEMAS, "items") and isinstance(value, list):
@@ -115,7 +120,9 @@ class _Walk:
                 pass
             case "minContains" | "maxContains" if "contains" not in schema:
                 pass
-            case "contains" if schema.get("minContains") == 0 and "maxContains" not in schema:
+            case "contains" if (
+                self._may_contain_none and schema.get("minContains") == 0 and "maxContains" not in schema
+            ):
                 self.of(value, at)
             case "minContains" if schema["contains"] is not None and value == 0 and "maxContains" not in schema:
                 pass
@@ -228,7 +235,7 @@ class _Walk:
         self._num_followed += 1
         if not self._one_document or self._num_followed > MAX_FOLLOWED:
             return None
-        if not isinstance(ref, str) or not ref.startswith("#/"):
+        if not isinstance(ref, str) or not ref.startswith("#/") or "%" in ref:
             return None
         at = self._root
         for part in ref[2:].split("/"):
@@ -271,6 +278,10 @@ def _all_of(*schemas: Schema | None) -> Schema:
     if len(parts) < 2:
         return parts[0] if parts else True
     return False if False in parts else {"allOf": parts}
+
+
+def _names(required: Any) -> set[str]:
+    return {name for name in required if isinstance(name, str)} if isinstance(required, list) else set()
 
 
 def _at_most(value: Any, bound: int) -> bool:

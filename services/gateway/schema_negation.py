@@ -78,6 +78,8 @@ class Negation:
             return [{"type": "number", _BOUNDS[keyword]: value}]
         if keyword in _COUNTS:
             kind, opposite, step = _COUNTS[keyword]
+            if keyword == "maxProperties" and value > 0:
+                return None  # a name may come twice, so that more than one cannot be asked for
             return [{"type": kind, opposite: value + step}] if value + step >= 0 else []
         return None
 

@@ -20,6 +20,7 @@ from services.gateway.openai_schema import GenerationRequest
 from services.gateway.schema_negation import Schema
 
 MAX_SCHEMA_CHARS = 1 << 16
+MAX_WRITTEN_CHARS = 1 << 18  # as it comes, with its descriptions: that bounds the time to read it
 # A line break and indentation, or one space, at each place: what no model can go on with for ever.
 WHITESPACE = r"[ ]|\n[ \t]{0,64}"
 HEADER = '%llguidance {"no_forcing": true}\n'  # a forced text may be cut into tokens in any way
@@ -113,6 +114,8 @@ def json_wanted(schema: Schema, param: str, *, compact: bool = False) -> Wanted:
 
 def json_rule(schema: Schema, param: str, *, compact: bool = False) -> str:
     """A JSON text by this schema, as a term of a Lark rule; BadRequest names the keyword that cannot be kept."""
+    if len(json.dumps(schema)) > MAX_WRITTEN_CHARS:
+        raise BadRequest(f"{param} is longer than {MAX_WRITTEN_CHARS} characters", param=param)
     held = plain(schema, param)
     if held is False:
         raise BadRequest(f"{param} allows nothing", param=param)

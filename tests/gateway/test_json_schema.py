@@ -51,6 +51,15 @@ def refused(schema: Any) -> BadRequest:
         ({"allOf": {"type": "null"}}, "s.allOf"),
         ({"properties": ["a"]}, "s.properties"),
         ({"format": ["date"]}, "s.format"),
+        ({"minProperties": 2}, "s.minProperties"),
+        ({"minProperties": 2, "required": ["a", "a"]}, "s.minProperties"),
+        ({"not": {"maxProperties": 1}}, "s.not"),
+        ({"not": {"type": [{}]}}, "s.not"),
+        ({"$schema": "http://json-schema.org/draft-07/schema#", "contains": {}, "minContains": 0}, "s.contains"),
+        (
+            {"propertyNames": {"$ref": "#/$defs/a%25b"}, "$defs": {"a%25b": {"const": "q"}, "a%b": {"const": "z"}}},
+            "s.propertyNames",
+        ),
         (3, "s"),
     ],
 )

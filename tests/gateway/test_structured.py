@@ -87,3 +87,5 @@ def test_what_cannot_be_asked(fields: dict[str, Any], param: str) -> None:
 
 def test_a_schema_has_a_bound() -> None:
     assert refused(**by_schema({"enum": ["x" * 70_000]})).param == "response_format.json_schema.schema"
+    assert wanted(**by_schema({"description": "x" * 200_000}))
+    assert refused(**by_schema({"description": "x" * 300_000})).param == "response_format.json_schema.schema"

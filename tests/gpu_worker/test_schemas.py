@@ -172,3 +172,27 @@ def test_what_a_schema_forbids_cannot_be_written() -> None:
     ):  # fmt: skip
         constraint = constraint_of(schema)
         assert constraint is not None and not complete(constraint, json.dumps(value)), schema
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"properties": {"a": {"type": "null"}}},
+        {"properties": {"a": {"type": "null"}}, "required": ["a"], "additionalProperties": {"type": "integer"}},
+        {"not": {"required": ["a"]}},
+        {"dependentRequired": {"a": ["b"]}},
+        {"anyOf": [{"$ref": "#/$defs/o"}], "$defs": {"o": {"properties": {"a": False}}}},
+        {"properties": {"a": False}, "minProperties": 1},
+    ],
+    ids=str,
+)
+def test_no_name_escapes_its_schema_by_another_spelling(schema: Any) -> None:
+    for prefix, suffix, inner in (("", "", schema), ("[", "]", {"items": {"type": "object"} | schema})):
+        inner = inner | {"$defs": schema["$defs"]} if "$defs" in schema else inner
+        constraint = constraint_of(inner)
+        assert constraint is not None
+        for name in ("\\u0061", "a"):
+            for text in (f'{{"{name}":1}}', f'{{"a":null,"{name}":1}}'):
+                assert not complete(constraint, prefix + text + suffix), text
+        others = '{"a":null,"b\\n\\u0001\\"é":1}' if "required" in schema else '{"b\\n\\u0001\\"é":1}'
+        assert complete(constraint, prefix + others + suffix)
