@@ -1,4 +1,5 @@
-/* Attention of a step, a KV head of a few query rows a piece: heads turned, keys and values stored, outputs quantised. */
+/* Attention of a step, a KV head of a few query rows a piece: heads turned, keys and values stored, outputs
+   quantised. */
 #include "decoder.h"
 
 static void rope_head(struct decoder *d, const struct layer *l, int row, int kv_head) {
@@ -58,8 +59,9 @@ void merge_piece(struct decoder *d, const struct layer *l, int piece, int thread
     const struct item *item = d->items + piece / d->m->num_kv_heads;
     const struct span *span = d->step->spans + item->span;
     int row = span->first_row + item->first, kv_head = piece % d->m->num_kv_heads;
-    attend_merge(d->m, d->step, span, item->first, item->count, kv_head, d->parts + piece * d->num_splits * d->part_floats,
-                 d->part_floats, d->mixed.x + row * d->mixed.stride, d->mixed.stride, own_scratch(d, thread));
+    const float *parts = d->parts + piece * d->num_splits * d->part_floats;
+    attend_merge(d->m, d->step, span, item->first, item->count, kv_head, parts, d->part_floats,
+                 d->mixed.x + row * d->mixed.stride, d->mixed.stride, own_scratch(d, thread));
     quantize_heads(d, l, row, item->count, kv_head);
 }
 

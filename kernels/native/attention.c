@@ -276,7 +276,8 @@ static void start(const struct totals *t, int num_queries, int padded) {
 static void merge_split(const struct totals *t, const struct step *step, const struct gathered *g, const float *out,
                         int first, int row, int num_queries, int shared, int padded) {
     for (int i = 0; i < num_queries; i++)
-        if (step->positions[row + i / shared] >= first) merge(t->g + i, t->out + i * padded, g + i, out + i * padded, padded);
+        if (step->positions[row + i / shared] >= first)
+            merge(t->g + i, t->out + i * padded, g + i, out + i * padded, padded);
 }
 
 static void finish(const struct model *m, const struct totals *t, int count, int kv_head, float *out,

@@ -12,9 +12,9 @@ static void copy_keys(char *to, const char *from, int dim, int run, int64_t side
 #undef RUN
 }
 
-void find_tile(const struct model *m, const struct layer *l, const int32_t *blocks, int first, int count,
-                      int kv_head, char *copy, struct tile *t) {
-    int size = m->block_size, width = size < 16 ? size : 16, dim = m->head_dim, bytes = t->stored == BYTES ? 1 : 2;
+void find_tile(const struct model *m, const struct layer *l, const int32_t *blocks, int first, int count, int kv_head,
+               char *copy, struct tile *t) {
+    int size = m->block_size, width = key_width(m), dim = m->head_dim, bytes = t->stored == BYTES ? 1 : 2;
     int64_t padded = up_to(dim, 16);
     for (int i = 0; i < count;) {
         int slot = (first + i) % size, left = size - slot, end = left < count - i ? i + left : count;
@@ -37,8 +37,7 @@ void find_tile(const struct model *m, const struct layer *l, const int32_t *bloc
         for (int key = start; key < start + SIDE && key < count; key += width) {
             int position = first + key, slot = position % size;
             int64_t head = (int64_t)blocks[position / size] * m->num_kv_heads + kv_head;
-            const char *from =
-                (const char *)l->k_cache + ((head * size + slot / width * width) * dim + slot % width) * bytes;
+            const char *from = (const char *)l->k_cache + key_at(m, head, slot) * bytes;
             if (width >= SIDE) {
                 t->keys[j] = from;
                 break;
@@ -50,7 +49,7 @@ void find_tile(const struct model *m, const struct layer *l, const int32_t *bloc
 
 void redirect_tile(const struct model *m, const struct layer *l, const int32_t *blocks, int first, int count,
                    int kv_head, int from, const int32_t *slots, char *copy, struct tile *t) {
-    int size = m->block_size, width = size < 16 ? size : 16, dim = m->head_dim, bytes = t->stored == BYTES ? 1 : 2;
+    int size = m->block_size, width = key_width(m), dim = m->head_dim, bytes = t->stored == BYTES ? 1 : 2;
     for (int key = from / SIDE * SIDE; key < count; key++) {
         int32_t own = key < from ? blocks[(first + key) / size] * size + (first + key) % size : slots[key - from];
         int64_t head = (int64_t)(own / size) * m->num_kv_heads + kv_head;
@@ -63,8 +62,7 @@ void redirect_tile(const struct model *m, const struct layer *l, const int32_t *
                 t->value_scales[key] = l->v_scale[slot];
             }
         }
-        const char *source =
-            (const char *)l->k_cache + ((head * size + place / width * width) * dim + place % width) * bytes;
+        const char *source = (const char *)l->k_cache + key_at(m, head, place) * bytes;
         char *to = copy + key / SIDE * dim * t->stride * bytes;
         t->keys[key / SIDE] = to;
         for (int i = 0; i < dim; i++)
@@ -76,8 +74,8 @@ static void prefetch(const void *start, int64_t bytes) {
     for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch((const char *)start + i);
 }
 
-void prefetch_tile(const struct model *m, const struct layer *l, const int32_t *blocks, int first, int end,
-                          int kv_head, int bytes) {
+void prefetch_tile(const struct model *m, const struct layer *l, const int32_t *blocks, int first, int end, int kv_head,
+                   int bytes) {
     int size = m->block_size, dim = m->head_dim, values_end = first + TILE < end ? first + TILE : end;
     int keys_end = first + 2 * TILE < end ? first + 2 * TILE : end;
     int64_t padded = up_to(dim, 16);

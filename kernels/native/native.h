@@ -186,6 +186,12 @@ void attend_merge(const struct model *m, const struct step *step, const struct s
 #define ATTENTION_ROWS 8
 
 static inline int64_t up_to(int64_t n, int64_t multiple) { return (n + multiple - 1) / multiple * multiple; }
+/* Where a slot's key begins in the cache, in numbers: see `struct layer`; dimensions are key_width apart. */
+static inline int key_width(const struct model *m) { return m->block_size < 16 ? m->block_size : 16; }
+static inline int64_t key_at(const struct model *m, int64_t head, int slot) {
+    int width = key_width(m);
+    return (head * m->block_size + slot / width * width) * m->head_dim + slot % width;
+}
 static inline int mask_words(int vocab_size) { return (vocab_size + 31) / 32; }
 static inline int is_dense(const struct matrix *w) { return w->format <= BF16; }
 

@@ -46,9 +46,8 @@ static float to_bytes(const float *x, int8_t *out, int dim) {
 /* K and V of a token and KV head into their slot; key and value are the head's numbers. */
 static void store_head(const struct model *m, const struct layer *l, int64_t head, int slot, const float *key,
                        const float *value) {
-    int dim = m->head_dim, padded = (int)up_to(dim, 16), width = m->block_size < 16 ? m->block_size : 16;
-    int64_t k_at = (head * m->block_size + slot / width * width) * dim + slot % width;
-    int64_t v_at = (head * m->block_size + slot) * padded;
+    int dim = m->head_dim, padded = (int)up_to(dim, 16), width = key_width(m);
+    int64_t k_at = key_at(m, head, slot), v_at = (head * m->block_size + slot) * padded;
     if (l->k_scale) {
         int8_t bytes[MAX_HEAD_DIM], *k = (int8_t *)l->k_cache + k_at, *v = (int8_t *)l->v_cache + v_at;
         l->k_scale[head * m->block_size + slot] = to_bytes(key, bytes, dim);

@@ -5,10 +5,10 @@
 
 static void move_head(const struct model *m, const struct layer *l, int64_t head_from, int from, int64_t head_to,
                       int to) {
-    int size = m->block_size, width = size < 16 ? size : 16, bytes = l->k_scale ? 1 : 2;
+    int size = m->block_size, width = key_width(m), bytes = l->k_scale ? 1 : 2;
     int64_t dim = m->head_dim, padded = up_to(dim, 16);
-    const char *k_from = (const char *)l->k_cache + ((head_from * size + from / width * width) * dim + from % width) * bytes;
-    char *k_to = (char *)l->k_cache + ((head_to * size + to / width * width) * dim + to % width) * bytes;
+    const char *k_from = (const char *)l->k_cache + key_at(m, head_from, from) * bytes;
+    char *k_to = (char *)l->k_cache + key_at(m, head_to, to) * bytes;
     for (int64_t i = 0; i < dim; i++) memcpy(k_to + i * width * bytes, k_from + i * width * bytes, (size_t)bytes);
     memcpy((char *)l->v_cache + (head_to * size + to) * padded * bytes,
            (const char *)l->v_cache + (head_from * size + from) * padded * bytes, (size_t)(padded * bytes));
