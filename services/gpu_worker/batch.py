@@ -200,8 +200,12 @@ class EngineInfo:
 
 class Drafter(Protocol):
     """Guesses which tokens are drawn next. For a step it is asked to `plan`, to `think` and to `draft`, in this order,
-    of which `think` alone may take long. Calls come from the engine's thread, but `forget` may come from others
-    meanwhile."""
+    of which `think` alone may take long; not where it `rests`. Calls come from the engine's thread, but `forget` may
+    come from others meanwhile."""
+
+    def rests(self, num_sequences: int) -> bool:
+        """Is nothing to be drafted before the next step, whatever it is asked? Of a worker with so many sequences."""
+        ...
 
     def plan(self, chunks: Seq[Chunk], most: Seq[int], num_free: int) -> list[int]:
         """How many tokens `think` is to guess for each chunk of a step, at most as `draft` may have. A sequence gets

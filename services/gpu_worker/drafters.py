@@ -51,5 +51,5 @@ def make_auto(
     own = config.model_copy(update={"method": "eagle3"})
     model = ModelSpeculator(own, heads, clock, cost, max_step_s=max_step_s, purse=purse)
     auto = AutoSpeculator(text, model, "eagle3")
-    heads.wants = auto.wants_rows
+    heads.wants, heads.wants_any = auto.wants_rows, lambda: auto.wants_any
     return auto

@@ -20,6 +20,9 @@ from services.gpu_worker.speculative.draft import NO_DRAFT, Draft
 class NoDrafts:
     """The drafter of those that have none."""
 
+    def rests(self, num_sequences: int) -> bool:
+        return True
+
     def plan(self, chunks: Seq[Chunk], most: Seq[int], num_free: int) -> list[int]:
         return [0] * len(chunks)
 
@@ -44,7 +47,7 @@ class NoDrafts:
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A step without its drafts. most: drafts of each chunk; num_free: of all."""
+    """A step without its drafts. most: drafts of each chunk, if there may be any; num_free: of all."""
 
     chunks: Seq[Chunk]
     most: Seq[int]
@@ -61,7 +64,6 @@ class Drafting:
         self, drafter: Drafter | None, info: EngineInfo, blocks: BlockMap, take_spare: Callable[[Sequence], bool]
     ) -> None:
         self.drafter: Drafter = drafter or NoDrafts()
-        self._is_idle = drafter is None
         self._info = info
         self._blocks = blocks
         self._take_spare = take_spare
@@ -69,21 +71,23 @@ class Drafting:
     def prepare(self, chunks: Seq[Chunk], budget: Budget, num_sequences: int, *, may_think: bool) -> Prepared:
         """Drafts are as many as the step has room for and each sequence slots, of which one spare block can give more.
         Tokens are drawn from no more rows than sequences may run, since memory is planned for so many. num_sequences:
-        that run. may_think: a model may guess now."""
-        if self._is_idle:
+        that run. may_think: who drafts may be asked now, not while a step is in flight: then `expects` is."""
+        if not may_think or self.drafter.rests(num_sequences):
             return Prepared(chunks, (), 0)
         num_tokens, num_sampled = sum(c.count for c in chunks), sum(c.sample for c in chunks)
         num_free = max(0, min(budget.max_num_batched_tokens - num_tokens, budget.max_num_seqs - num_sampled))
         most = [self._most(c.seq, c.start + c.count, num_sequences) if c.sample else 0 for c in chunks]
-        if may_think:
-            for chunk, count in zip(chunks, self.drafter.plan(chunks, most, num_free), strict=True):
-                self._make_room(chunk.seq, chunk.start + chunk.count + count - 1)  # its last guess is not computed
+        for chunk, count in zip(chunks, self.drafter.plan(chunks, most, num_free), strict=True):
+            self._make_room(chunk.seq, chunk.start + chunk.count + count - 1)  # its last guess is not computed
         return Prepared(chunks, most, num_free)
 
     def with_drafts(self, prepared: Prepared, running: Collection[Sequence]) -> list[Chunk]:
         """The step's chunks, of those that still run."""
         ids = set(map(id, running))
-        if self._is_idle:
+        if not prepared.chunks:
+            self.drafter.draft((), (), 0)  # who has left is forgotten
+            return []
+        if not prepared.most:
             return [c for c in prepared.chunks if id(c.seq) in ids]
         here = [(c, n) for c, n in zip(prepared.chunks, prepared.most, strict=True) if id(c.seq) in ids]
         chunks, most = [c for c, _ in here], [n for _, n in here]
@@ -109,6 +113,8 @@ class Drafting:
 
     def expects(self, running: Collection[Sequence], budget: Budget) -> bool:
         """Would the next step have some, if the tokens of those in flight were known?"""
+        if self.drafter.rests(len(running)):
+            return False
         drawing = [s for s in running if s.num_drawing]
         most = [self._most(s, s.next_position + 1, len(running), s.num_drawing) for s in drawing]
         return self.drafter.expects(drawing, most, max(0, budget.max_num_seqs - len(drawing)))

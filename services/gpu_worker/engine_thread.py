@@ -119,7 +119,7 @@ class EngineLoop:
             prepared = self.running.prepare(
                 self.cost.max_prefill_tokens(self._max_step_s), self.limit.num_tokens, may_think=not self._in_flight
             )
-        if prepared.chunks and not self._in_flight:
+        if prepared.most and not self._in_flight:
             self._watch_over(prepared.chunks, 0)  # what a model guesses takes as long as a step may
             self.running.drafting.drafter.think()
             self._watch = None

@@ -23,6 +23,9 @@ class Guesser:
         self.seconds: list[float] = []
         self.forgotten: list[str] = []
 
+    def rests(self, num_sequences: int) -> bool:
+        return False
+
     def plan(self, chunks: Seq[Chunk], most: Seq[int], num_free: int) -> list[int]:
         return [0] * len(chunks)
 

@@ -22,6 +22,11 @@ def expected_of(strength: int) -> float:
     return strength / (strength + 2)
 
 
+def expected_of_match(strength: int) -> float:
+    """After so many equal tokens in the same text, of which few are chance: as answers of all kinds had it."""
+    return strength * strength / (strength * strength + 8)
+
+
 class Acceptance:
     """share_kept: of what was counted, when one more is. prior: where nothing is known yet; unknown: where that is
     not either."""

@@ -24,7 +24,7 @@ from services.gpu_worker.speculative.worth import Worth
 
 TRIED_STEPS = 64  # in which heads read one sequence, to see if they pay
 REST_STEPS = 1024  # before they do again
-QUIET_STEPS = 8  # after one before which heads had nothing to do
+QUIET_STEPS = 16  # from one before which heads had nothing to do to the next
 ASKED_EVERY = 4  # times that they are looked at, whether they pay now, while they do not
 COPY_WEIGHT = 0.1  # of the newest step, in whether a sequence is better guessed from texts
 IS_COPY = 0.7
@@ -69,7 +69,16 @@ class AutoSpeculator:
         kind = self._kinds.get(seq.sid)
         return kind is None or kind.seq is not seq or kind.copies < IS_COPY
 
+    @property
+    def wants_any(self) -> bool:
+        """Of whomever."""
+        heads = self._heads
+        return (heads.pays or bool(self._tried)) and not self._is_resting and heads.is_usable and heads.purse.may_draft
+
     # --- before a step -----------------------------------------------------------------------------------------------
+
+    def rests(self, num_sequences: int) -> bool:
+        return self._text.rests(num_sequences) and self._num_steps < self._quiet_until
 
     def plan(self, chunks: Seq[Chunk], most: Seq[int], num_free: int) -> list[int]:
         self._offered = self._text.offers(chunks, most, num_free)
@@ -80,8 +89,12 @@ class AutoSpeculator:
         self._circumstances = _circumstances([c.seq for c in chunks])
         self._is_resting = not self._worth.may(self._circumstances, self._num_steps)
         if self._is_resting or not self._heads.is_usable or not (self._heads.pays or self._try_one(chunks)):
-            self._quiet_until = self._num_steps + 1 + QUIET_STEPS
+            self._rest()
         return self._heads.plan(chunks, self._most_of_heads(chunks, most), num_free)
+
+    def _rest(self) -> None:
+        """Heads do, until those texts wake that nap longest."""
+        self._quiet_until = (self._num_steps // QUIET_STEPS + 1) * QUIET_STEPS
 
     def _most_of_heads(self, chunks: Seq[Chunk], most: Seq[int]) -> list[int]:
         nobody = [0] * len(chunks)
@@ -144,13 +157,15 @@ class AutoSpeculator:
     def expects(self, sequences: Seq[Sequence], most: Seq[int], num_free: int) -> bool:
         if self._text.expects(sequences, most, num_free):
             return True
-        if self._num_steps < self._quiet_until or not self._heads.is_usable:
+        if self._num_steps < self._quiet_until:
             return False
-        if not self._worth.may(_circumstances(sequences), self._num_steps):
-            return False
-        if self._is_trying() or self._heads.pays:
-            return self._heads.expects(sequences, most, num_free)
-        return any(most) and self._may_try_again
+        if self._heads.is_usable and self._worth.may(_circumstances(sequences), self._num_steps):
+            if self._is_trying() or self._heads.pays:
+                return self._heads.expects(sequences, most, num_free)
+            if any(most) and self._may_try_again:
+                return True
+        self._rest()
+        return False
 
     # --- after it ----------------------------------------------------------------------------------------------------
 
@@ -168,6 +183,7 @@ class AutoSpeculator:
         self._heads.hold(self._text.drafted)
 
     def forget(self, seq: Sequence) -> None:
+        self._quiet_until = 0
         self._text.forget(seq)
         self._heads.forget(seq)
         kind = self._kinds.get(seq.sid)

@@ -42,7 +42,8 @@ class BatchProposer(Protocol):
 
 @runtime_checkable
 class RowReader(BatchProposer, Protocol):
-    """Guesses from what the target's layers read for each token. wants: is that to be kept for a sequence? One of which
-    something was not kept is read anew from there on."""
+    """Guesses from what the target's layers read for each token. wants: is that to be kept for a sequence? wants_any:
+    for any? One of which something was not kept is read anew from there on."""
 
     wants: Callable[[Sequence], bool]
+    wants_any: Callable[[], bool]

@@ -8,8 +8,9 @@ from services.gpu_worker.batch import Sequence
 from services.gpu_worker.speculative.acceptance import Acceptance
 from services.gpu_worker.speculative.proposer import Proposer, TextProposer
 
-MAX_NAP_TOKENS = 8  # that a sequence draws unread while guesses are worth little
-NAP_EVERY = 4  # times that they were, its naps become one token longer
+MAX_DOUBLINGS = 4
+MAX_NAP_STEPS = 1 << MAX_DOUBLINGS  # from one that a sequence is asked before to the next, while it is worth little
+NAP_EVERY = 4  # times that they were, its naps become twice as long
 WORTH_WAKING = 0.25  # of a token, that drafts are expected to bring in a step
 
 
@@ -34,16 +35,20 @@ class Guided:
     num_skipped: int = 0  # of a long prompt's first tokens
     is_given_up: bool = False
     held_until: int = 0  # it has so many tokens
-    naps_until: int = 0  # likewise
-    num_idle: int = 0  # times in a row that its guesses were worth little
+    naps_until: int = 0  # the worker has had so many steps
+    num_idle: int = 0  # times that its guesses were worth little, less those that they were not
 
-    def weigh(self, num_expected: float) -> None:
-        """What its drafts are expected to bring: of one that they bring little it is asked less often."""
+    def weigh(self, num_expected: float, now: int) -> None:
+        """What its drafts are expected to bring: of one that they bring little it is asked less often. now: in steps.
+        Who naps as long wakes before the same step, so that nothing is done before those between."""
         if self.num_unread:
             return
-        self.num_idle = 0 if num_expected >= WORTH_WAKING else self.num_idle + 1
-        nap = min(MAX_NAP_TOKENS, self.num_idle // NAP_EVERY)
-        self.naps_until = len(self.seq.token_ids) + 1 + nap if nap else 0
+        if num_expected >= WORTH_WAKING:  # which chance is for once, but hardly twice
+            self.num_idle, self.naps_until = max(0, self.num_idle - NAP_EVERY), 0
+            return
+        self.num_idle += 1
+        nap = 1 << min(MAX_DOUBLINGS, self.num_idle // NAP_EVERY)
+        self.naps_until = (now // nap + 1) * nap if nap > 1 else 0
 
     @property
     def num_indexed(self) -> int:

@@ -113,11 +113,12 @@ class HeadProposer:
         self._blocks = DraftBlocks()
         self.max_drafts = MAX_SPECULATIVE_TOKENS
         self.wants: Callable[[Sequence], bool] = lambda seq: True
+        self.wants_any: Callable[[], bool] = lambda: True
         self._read: dict[str, _Read] = {}
 
     def wants_rows(self, chunks: Seq[Chunk]) -> bool:
         """Of a step: is there one whose rows are wanted?"""
-        return any(self._wants(chunk.seq) for chunk in chunks)
+        return self.wants_any() and any(self._wants(chunk.seq) for chunk in chunks)
 
     def _wants(self, seq: Sequence) -> bool:
         return seq.params.num_speculative_tokens != 0 and self.wants(seq)

@@ -107,6 +107,9 @@ class ModelSpeculator:
 
     # --- before a step -----------------------------------------------------------------------------------------------
 
+    def rests(self, num_sequences: int) -> bool:
+        return False
+
     def plan(self, chunks: Seq[Chunk], most: Seq[int], num_free: int) -> list[int]:
         """The first token of an answer waits for no guesses."""
         self.plan_nothing()
@@ -163,12 +166,8 @@ class ModelSpeculator:
         little for the others'."""
         cost, num, others_wait = self._cost, len(survivals), num_sampled > len(survivals) or num_rows > num_sampled
         step_s = cost.seconds(num_rows)
-        best, best_length, expected, num_drafts = (
-            WORTH * num_sampled / step_s if step_s else 0.0,
-            0,
-            float(num_sampled),
-            0,
-        )
+        best = WORTH * num_sampled / step_s if step_s else 0.0
+        best_length, expected, num_drafts = 0, float(num_sampled), 0
         for length in range(1, max(map(len, survivals)) + 1):
             own = [chances[length - 1] for chances in survivals if len(chances) >= length]
             expected, num_drafts = expected + sum(own), num_drafts + len(own)
@@ -254,15 +253,18 @@ class ModelSpeculator:
         self.learn(chunks, drawn)
 
     def learn(self, chunks: Seq[Chunk], drawn: Seq[Drawn]) -> None:
-        """How often guesses were right. Of each step once: what was guessed before it is no longer of any."""
+        """How often guesses were right. Of each step once: what was guessed before it is no longer of any. Steps may
+        follow for which nobody plans, so who has left is forgotten here too."""
         self._num_steps += 1
         self.spent_s = 0.0
+        self._forget_left(MOST_IN_FLIGHT)
         if not self._asked:
             return
         for chunk, tokens in zip(chunks, drawn, strict=True):
             followed = self._followed.get(chunk.seq.sid)
             if followed is not None and followed.seq is chunk.seq:
                 self._learn(followed, drawn=tokens)
+        self._asked = []
 
     def _learn_cost(self, chunks: Seq[Chunk], drawn: Seq[Drawn], seconds: float) -> float:
         """What drafts have saved, of these seconds of the step and of the guessing before."""

@@ -16,13 +16,13 @@ from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 
 from services.gpu_worker.batch import Chunk, Drawn, Sequence
-from services.gpu_worker.speculative.acceptance import Acceptance
+from services.gpu_worker.speculative.acceptance import Acceptance, expected_of_match
 from services.gpu_worker.speculative.choice import choose_fairly, choose_lengths, may_pay
 from services.gpu_worker.speculative.counts import Counts, Savings
 from services.gpu_worker.speculative.draft import NO_DRAFT, Draft, chain
 from services.gpu_worker.speculative.fleet import METHOD as FLEET
 from services.gpu_worker.speculative.fleet import Fleet, expected_of, is_shared
-from services.gpu_worker.speculative.guided import MAX_NAP_TOKENS, Guided, Source
+from services.gpu_worker.speculative.guided import MAX_NAP_STEPS, Guided, Source
 from services.gpu_worker.speculative.ngram import NgramProposer
 from services.gpu_worker.speculative.proposer import NOTHING, Proposal, Proposer, TextProposer
 from services.gpu_worker.speculative.purse import Purse
@@ -33,7 +33,7 @@ from shared.speculative_config import SpeculativeConfig
 WORKER_SHARE_KEPT = 0.99  # of what the worker has counted, with one more
 READ_TOKENS = 2048  # of all sequences before one step: reading takes about a microsecond a token
 HELD_TOKENS = 128  # that a sequence draws without drafts after a step with some has failed
-PLAIN_STEPS_SEEN = 4  # one of so many
+PLAIN_STEPS_SEEN = 16  # one of so many
 READ_SHARE = 0.005  # of all time, for reading
 KEPT_STEPS = 2.0  # time for reading that may be kept
 MAX_INDEXED_TOKENS = 1 << 16  # of a sequence, which has no drafts from then on
@@ -64,16 +64,21 @@ class Speculator:
         self._max_step_s = max_step_s
         self._clock = clock
         self._acceptances = {
-            config.method: Acceptance(share_kept=WORKER_SHARE_KEPT),
+            config.method: Acceptance(share_kept=WORKER_SHARE_KEPT, unknown=expected_of_match),
             FLEET: Acceptance(share_kept=WORKER_SHARE_KEPT, unknown=expected_of),
         }
         self._guided: dict[str, Guided] = {}
         self._drafted: list[Guided] = []  # in the latest step
         self._num_steps = 0
-        self._num_quiet = 0  # steps, before which nobody wakes up
-        self._num_chunks = 0
+        self._wakes_at = 0  # after so many steps somebody is asked
+        self._num_sequences = 0
         self._plain_s = 0.0  # of steps that have not been looked at
         self._methods: dict[str, str] = {}  # that they are drafted by
+
+    def rests(self, num_sequences: int) -> bool:
+        if num_sequences != self._num_sequences:  # with a new one
+            self._num_sequences, self._wakes_at = num_sequences, 0
+        return self._num_steps < self._wakes_at
 
     def plan(self, chunks: Seq[Chunk], most: Seq[int], num_free: int) -> list[int]:
         return [0] * len(chunks)
@@ -86,17 +91,19 @@ class Speculator:
 
     def offers(self, chunks: Seq[Chunk], most: Seq[int], num_free: int) -> dict[str, Offer]:
         """By the ids of those who are asked."""
-        if self._num_quiet and len(chunks) == self._num_chunks:
-            self._num_quiet -= 1
+        if self._num_steps < self._wakes_at or not any(most):
             return {}
-        self._num_chunks = len(chunks)
         started = self._clock()
         num_sampled, num_rows = sum(c.sample for c in chunks), sum(c.count for c in chunks)
         offers = self._offers([c.seq for c in chunks], most, num_sampled, num_rows, num_free)
         for sid, (_, chances) in offers.items():
-            self._guided[sid].weigh(self._alone(chances, num_sampled, num_rows, num_free))
+            self._weigh(self._guided[sid], self._alone(chances, num_sampled, num_rows, num_free))
         self._pay(self._clock() - started)
         return offers
+
+    def _weigh(self, guided: Guided, num_expected: float) -> None:
+        guided.weigh(num_expected, self._num_steps)
+        self._wakes_at = min(self._wakes_at, guided.naps_until)
 
     def _alone(self, chances: list[float], num_sampled: int, num_rows: int, num_free: int) -> float:
         """What drafts of one sequence alone would bring."""
@@ -132,7 +139,11 @@ class Speculator:
         self, sequences: Seq[Sequence], most: Seq[int], num_sampled: int, num_rows: int, num_free: int
     ) -> dict[str, Offer]:
         due = {} if self.savings.wants_plain else self._due(sequences, most)
-        if not due or not may_pay(num_sampled, num_rows, min(num_free, sum(due.values())), self._cost.relative):
+        if not due:
+            return {}
+        if not may_pay(num_sampled, num_rows, min(num_free, sum(due.values())), self._cost.relative):
+            if all(most) and num_rows == num_sampled:  # no prompt, which leaves little room, and soon ends
+                self._wakes_at = self._num_steps + MAX_NAP_STEPS
             return {}
         self._read([self._guide(sequences[i]) for i in due])
         return {sequences[i].sid: self._propose(sequences[i], count) for i, count in due.items()}
@@ -140,27 +151,29 @@ class Speculator:
     def _due(self, sequences: Seq[Sequence], most: Seq[int]) -> dict[int, int]:
         """Who is asked, for how much. Who was worth little waits until there is something in the purse."""
         due: dict[int, int] = {}
+        now = self._num_steps
+        wakes_at = now + MAX_NAP_STEPS
         if not self.purse.may_draft:
-            self._num_quiet = MAX_NAP_TOKENS
+            self._wakes_at = wakes_at
             return due
-        may_try, limit, quiet = self._own.may_try, self._config.num_speculative_tokens, MAX_NAP_TOKENS
+        may_try, limit = self._own.may_try, self._config.num_speculative_tokens
         for i, (seq, allowed) in enumerate(zip(sequences, most, strict=True)):
-            if not allowed:
+            if not allowed:  # yet
+                wakes_at = now
                 continue
             guided = self._guided.get(seq.sid)
             if guided is not None and guided.seq is seq:
-                num_tokens = len(seq.token_ids)
-                if num_tokens < guided.naps_until:
-                    quiet = min(quiet, guided.naps_until - num_tokens - 1)
+                if now < guided.naps_until:
+                    wakes_at = min(wakes_at, guided.naps_until)
                     continue
-                if num_tokens < guided.held_until or guided.is_given_up:
+                if len(seq.token_ids) < guided.held_until or guided.is_given_up:
                     continue
                 if guided.num_idle and not may_try:
                     continue
             asked = seq.params.num_speculative_tokens
             if count := min(allowed, limit if asked is None else min(asked, limit)):
                 due[i] = count
-        self._num_quiet = 0 if due else quiet
+        self._wakes_at = wakes_at  # of those who are not asked
         return due
 
     def _choose(
@@ -174,20 +187,24 @@ class Speculator:
 
     def expects(self, sequences: Seq[Sequence], most: Seq[int], num_free: int) -> bool:
         """Nobody is asked again before the step if not."""
+        if self._num_steps < self._wakes_at:
+            return False
         started, num = self._clock(), len(sequences)
         offers = self._offers(sequences, [n and 1 + n for n in most], num, num, num_free)
         survivals = [offers.get(seq.sid, NO_OFFER)[1][1:] for seq in sequences]
         expected = any(survivals) and any(self._choose(survivals, num, num, num_free))
-        if not expected:
+        if expected:
+            self._wakes_at = 0
+        else:
             for sid in offers:
-                self._guided[sid].weigh(0.0)
+                self._weigh(self._guided[sid], 0.0)
         self._pay(self._clock() - started)
         return expected
 
     def observe(self, chunks: Seq[Chunk], drawn: Seq[Drawn], seconds: float) -> None:
         """What a step has drawn, as far as it counts, and how long it took. Without drafts some are enough."""
         self._num_steps += 1
-        has_drafts = any(c.draft for c in chunks)
+        has_drafts = any(c.draft is not NO_DRAFT for c in chunks)
         if self._num_steps % PLAIN_STEPS_SEEN and not has_drafts and not self.savings.wants_plain:
             self._plain_s += seconds
             self.saved_s = 0.0
@@ -211,6 +228,7 @@ class Speculator:
         self.purse.step(seconds, saved, others_s=self._plain_s)
         self._own.step(seconds, max(0.0, saved), others_s=self._plain_s)
         self._plain_s = 0.0
+        self._drafted = []
 
     def _pay(self, seconds: float) -> None:
         self.purse.pay(seconds)
@@ -227,7 +245,7 @@ class Speculator:
 
     def forget(self, seq: Sequence) -> None:
         """It has left."""
-        self._num_quiet = 0
+        self._wakes_at = 0
         self._guided.pop(seq.sid, None)
         if self.fleet is not None and is_shared(seq.params):
             self.fleet.ended(seq)

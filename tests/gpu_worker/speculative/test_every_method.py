@@ -15,6 +15,8 @@ from services.gpu_worker.heads_loading import Heads, heads_of
 from services.gpu_worker.native_engine import NativeEngine
 from services.gpu_worker.running_set import Change, RunningSet
 from services.gpu_worker.sampler import validate
+from services.gpu_worker.speculative import speculator
+from services.gpu_worker.speculative.acceptance import expected_of
 from services.gpu_worker.speculative.draft_model import DraftModel
 from services.gpu_worker.speculative.head_proposer import HeadProposer
 from services.gpu_worker.speculative.model_speculator import ModelSpeculator
@@ -79,6 +81,12 @@ def heads(engine: NativeEngine, tmp_path_factory: pytest.TempPathFactory) -> dic
     for kind in ("eagle3", "medusa"):
         trained(kind, engine, model_path(), texts, folder / f"trained {kind}")
     return {name: folder / name for name in ("medusa", "trained eagle3", "trained medusa")}
+
+
+@pytest.fixture(autouse=True)
+def believing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who believes short matches drafts more that may be wrong."""
+    monkeypatch.setattr(speculator, "expected_of_match", expected_of)
 
 
 def drafter_of(method: str, engine: NativeEngine, draft: Engine | None, folders: dict[str, Path]) -> AnySpeculator:

@@ -126,7 +126,7 @@ def test_text_of_which_little_is_guessed_is_read_in_pieces_until_it_repeats(monk
     simulation, rng = Simulation(Speculator(SUFFIX)), random.Random(3)
     seq, new = make_sequence(words(rng, 150)), words(rng, 400)
     simulation.run([seq], [new])
-    assert len(reads) < 90 and max(reads[1:]) == 1 + guided.MAX_NAP_TOKENS
+    assert len(reads) < 60 and max(reads[1:]) == guided.MAX_NAP_STEPS
     reads.clear()
     again = make_sequence([*words(rng, 5), *new])
     copied = [*words(rng, 100), *new]
