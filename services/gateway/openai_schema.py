@@ -232,7 +232,7 @@ class CompletionRequest(GenerationRequest):
         "add_special_tokens": (True,),
         # a chat's, which say something of an answer
         "max_completion_tokens": (),
-        "top_logprobs": (),
+        "top_logprobs": (0,),
         **dict.fromkeys(("tools", "functions"), ([],)),
         **dict.fromkeys(("tool_choice", "reasoning_effort"), ("none",)),
         "chat_template_kwargs": ({},),

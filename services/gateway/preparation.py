@@ -187,7 +187,7 @@ def _check_together(request: ChatCompletionRequest | CompletionRequest, limits: 
     if request.prompt_logprobs is not None and request.stream:
         raise BadRequest("prompt_logprobs cannot be streamed", param="prompt_logprobs")
     if isinstance(request, ChatCompletionRequest):
-        if request.top_logprobs is not None and not request.logprobs:
+        if request.top_logprobs and not request.logprobs:
             raise BadRequest("top_logprobs needs logprobs to be true", param="top_logprobs")
         return
     if request.best_of is not None and request.best_of < (request.n or 1):

@@ -239,6 +239,9 @@ def test_logprobs_of_both_shapes() -> None:
     assert chat(logprobs=True, top_logprobs=3).sampling.logprobs == 3
     assert chat(logprobs=False).sampling.logprobs is None
     assert completion(logprobs=0)[0].sampling.logprobs == 0
+    for without in ({}, {"logprobs": False}, {"logprobs": None}):  # clients that always send all fields
+        assert chat(top_logprobs=0, **without).sampling.logprobs is None
+    assert completion(top_logprobs=0)[0].sampling.logprobs is None
     assert completion(logprobs=5)[0].sampling.logprobs == 5
 
 
@@ -246,7 +249,7 @@ def test_logprobs_of_both_shapes() -> None:
     ("call", "fields", "param"),
     [
         (chat, {"top_logprobs": 3}, "top_logprobs"),
-        (chat, {"top_logprobs": 0, "logprobs": False}, "top_logprobs"),
+        (chat, {"top_logprobs": 1, "logprobs": False}, "top_logprobs"),
         (chat, {"n": 9}, "n"),
         (completion, {"n": 3, "prompt": ["a", "b", "c"]}, "n"),
         (completion, {"n": 3, "best_of": 2}, "best_of"),
