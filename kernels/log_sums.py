@@ -14,6 +14,8 @@ import torch
 from kernels.dispatch import uses_triton
 from kernels.token_filter import WEIGHT_BITS, token_weights, top_ids
 
+MAX_ELEMENTS = 1 << 22  # of logits whose weights are in memory at a time, several times over, if a row has not more
+
 
 @dataclass(frozen=True, slots=True)
 class LogSums:
@@ -39,10 +41,16 @@ def log_sums(logits: torch.Tensor, num_best: int) -> LogSums:
 
 def log_sums_reference(logits: torch.Tensor, num_best: int) -> LogSums:
     largest = logits.amax(-1)
-    totals = token_weights(logits - largest[:, None]).sum(-1)
+    parts = zip(row_parts(logits), row_parts(largest[:, None], logits.shape[1]), strict=True)
+    totals = torch.cat([token_weights(rows - most).sum(-1) for rows, most in parts])
     none = torch.empty(0, dtype=torch.int64)
-    ids = torch.stack([top_ids(row, num_best) if num_best else none for row in logits.nan_to_num()])
+    ids = torch.stack([top_ids(row.nan_to_num(), num_best) if num_best else none for row in logits])
     return LogSums(largest, totals, ids, logits.gather(1, ids))
+
+
+def row_parts(rows: torch.Tensor, num_columns: int = 0) -> tuple[torch.Tensor, ...]:
+    """Views of at most MAX_ELEMENTS, or of one row. num_columns: count so many a row, not as many as there are."""
+    return rows.split(max(1, MAX_ELEMENTS // (num_columns or rows.shape[1])))
 
 
 def log_sum(largest: float, total: int) -> float:

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from kernels.draw_tokens import NOT_FINITE, draw_rows, draw_tokens
-from kernels.log_sums import log_sum, log_sums
+from kernels.log_sums import log_sum, log_sums, row_parts
 from kernels.logit_edits import BANNED, SEEN, LogitEdits, edit_logits_
 from kernels.token_mask import forbid_, num_words
 from services.gpu_worker.batch import SampledToken
@@ -121,10 +121,15 @@ def draw(logits: torch.Tensor, draws: Seq[Draw]) -> PendingTokens:
 
 def _ranks(raw: torch.Tensor, token_ids: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
     """Of one token a row, among all, the best being 1; of equal ones the lower id comes first."""
-    before = torch.arange(raw.shape[1], device=raw.device) < token_ids[:, None]
-    better = ((raw == logits) & before).logical_or_(raw > logits)
-    del before
-    return better.sum(-1, dtype=torch.int32) + 1  # summed as they are typed: int64 would be twice a row of logits
+    numbers, num_columns = torch.arange(raw.shape[1], device=raw.device), raw.shape[1]
+    ranks = []
+    own = row_parts(token_ids[:, None], num_columns), row_parts(logits, num_columns)
+    for rows, ids, of_ids in zip(row_parts(raw), *own, strict=True):
+        before = numbers < ids
+        better = ((rows == of_ids) & before).logical_or_(rows > of_ids)
+        del before
+        ranks.append(better.sum(-1, dtype=torch.int32) + 1)  # summed as they are typed: int64 would be twice the logits
+    return torch.cat(ranks)
 
 
 def needs_history(draw: Draw) -> bool:

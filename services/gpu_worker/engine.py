@@ -118,7 +118,7 @@ class TorchEngine:
             draws = draws_of(chunks, inputs.sample_chunks)
             finite = logits.amax(-1).isfinite()  # a NaN anywhere in a row is its maximum
             rows = finite.nonzero().flatten().tolist()
-            tokens = dict(zip(rows, sample(logits[rows], [draws[n] for n in rows]), strict=True))
+            tokens = dict(zip(rows, sample([logits[n] for n in rows], [draws[n] for n in rows]), strict=True))
         return drawn_by_chunk(chunks, inputs.sample_chunks, [tokens.get(n) for n in range(len(draws))])
 
     def hidden_rows(self, chunk: Chunk, layers: tuple[int, ...]) -> torch.Tensor:

@@ -12,6 +12,7 @@ from math import ceil
 import torch
 
 from kernels.attention import MOST_PART_BYTES, PART
+from kernels.log_sums import MAX_ELEMENTS
 from kernels.packed_weight import TILE_ROWS, packed_bytes
 from services.gpu_worker.composer import MAX_SCORES
 from services.gpu_worker.device import computed_types
@@ -217,8 +218,10 @@ def _card_step_bytes(config: ModelConfig, limits: Limits, length: int, width: in
     fed = limits.max_num_batched_tokens * width * (4 * config.hidden_size + inner)
     layer = max(_attention_bytes(config, limits, length, width), fed)
     num_samples, num_scores = _logit_rows(limits, length)
+    num_logits = (num_samples + num_scores) * config.vocab_size
     # Logits as the model gives them, kept for log-probabilities, and then either scaled to be drawn from, or, of a
-    # prompt's tokens, compared (a byte) and counted (4) for their ranks.
-    drawing = (8 + (5 if num_scores else 4)) * (num_samples + num_scores) * config.vocab_size
+    # prompt's tokens, some of them compared (a byte) and counted (4) for their ranks.
+    ranking = 5 * min(num_logits, max(MAX_ELEMENTS, config.vocab_size)) if num_scores else 0
+    drawing = 8 * num_logits + max(4 * num_logits, ranking)
     num_tables = 1 if config.local_rope is None else 2
     return max(layer, drawing) + num_tables * 4 * length * config.turned

@@ -9,10 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from kernels import log_sums
 from services.gpu_worker.batch import Chunk, SampledToken, Sequence
-from services.gpu_worker.composer import Budget, compose
-from services.gpu_worker.device_sampler import draw
+from services.gpu_worker.composer import MAX_SCORES, Budget, compose
+from services.gpu_worker.device_sampler import _ranks, draw
 from services.gpu_worker.gpu_engine import GpuEngine
 from services.gpu_worker.sampler import Draw, sample
 from shared.protocol import SamplingParams
@@ -136,3 +138,48 @@ def test_of_equal_tokens_the_lower_id_ranks_first() -> None:
     draws = [Draw(params, 0, (), 0, target=token_id) for token_id in range(5)]
     assert [t.rank for t in sample(logits, draws)] == [2, 1, 3, 4, 5]
     assert [t.rank for t in draw(logits, draws).wait() if t] == [2, 1, 3, 4, 5]
+
+
+class LargestMade(TorchDispatchMode):
+    """How many elements the largest array has that an operation makes; views make none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        known = {t.untyped_storage().data_ptr() for t in args if isinstance(t, torch.Tensor)}
+        if isinstance(out, torch.Tensor) and out.untyped_storage().data_ptr() not in known:
+            self.num_elements = max(self.num_elements, out.numel())
+        return out
+
+
+@pytest.mark.parametrize(("vocab_size", "num_rows"), [(100, 10), (300, 3), (1500, 1)])
+def test_many_rows_of_a_large_vocabulary_are_scored_in_parts(
+    vocab_size: int, num_rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    logits = torch.randn(MAX_SCORES, vocab_size, generator=torch.Generator().manual_seed(1))
+    params = SamplingParams(max_tokens=0, seed=0, prompt_logprobs=3)
+    draws = [Draw(params, 0, (), 0, target=(7 * n) % vocab_size) for n in range(MAX_SCORES)]
+    whole = draw(logits.clone(), draws).wait()
+    assert sample(logits, draws) == whole
+    monkeypatch.setattr(log_sums, "MAX_ELEMENTS", 1000)
+    with LargestMade() as made:
+        sums = log_sums.log_sums(logits, 3)
+        ranks = _ranks(logits, torch.zeros(MAX_SCORES, dtype=torch.int64), logits[:, :1])
+    assert made.num_elements == max(num_rows * vocab_size, 3 * MAX_SCORES)
+    assert draw(logits.clone(), draws).wait() == whole
+    assert sums.totals.shape == ranks.shape == (MAX_SCORES,)
+
+
+def test_the_torch_engine_makes_no_copy_of_its_logits(folder: Path) -> None:
+    """Nor anything else so large, beside the logits and what says which of them are not finite."""
+    logits = torch.randn(MAX_SCORES, 5000)
+    engine = load_torch(folder, **ROOM)
+    seq = Runner(engine).sequence(PROMPT[:65], 1)
+    seq.params = SamplingParams(max_tokens=0, seed=0, prompt_logprobs=3)
+    with pytest.MonkeyPatch.context() as patch, LargestMade() as made:
+        patch.setattr(engine._decoder, "forward", lambda inputs, pool: logits)
+        engine.step([Chunk(seq, 0, 64, False)])
+    assert made.num_elements == 5000
