@@ -1,8 +1,9 @@
 """From a checked request to what is admitted: token ids, resolved sampling and text parameters. *Pure.*
 
 Everything that depends on the model is checked and resolved here, so that nothing is queued that cannot run: ids lie
-in the vocabulary, the prompt and at least one token fit the context and the pool, "as many as fit" is a number, a
-missing seed is drawn. Tokenizing a long prompt takes milliseconds: call this outside the event loop for large bodies.
+in the vocabulary, the prompt and at least one token, if any is wanted, fit the context and the pool, "as many as fit"
+is a number, a missing seed is drawn. Tokenizing a long prompt takes milliseconds: call this outside the event loop for
+large bodies.
 """
 
 from __future__ import annotations
@@ -250,8 +251,7 @@ def _max_tokens(request: ChatCompletionRequest | CompletionRequest, num_prompt: 
     if num_prompt == 0:
         raise BadRequest(f"{param} has no tokens", param=param)
     room = limits.max_tokens - num_prompt
-    computes_nothing = wanted == 0 and asked.num_prompt_logprobs(request) is None
-    if room < (0 if computes_nothing else 1):
+    if room < (0 if wanted == 0 else 1):
         raise _too_long(f"{num_prompt} tokens", limits, param)
     return room if wanted is None else min(wanted, room)
 

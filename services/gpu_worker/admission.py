@@ -119,8 +119,9 @@ def whats_wrong(seq: Sequence, info: EngineInfo, validate: Validate) -> str:
     """Why no worker of this kind can run it, for the client; empty if this one can."""
     if seq.num_prompt_tokens < 1:
         return "prompt: empty"
-    if seq.num_prompt_tokens >= info.max_num_tokens:
-        return f"prompt: {seq.num_prompt_tokens} tokens and one more are more than the {info.max_num_tokens} that fit"
+    if seq.num_prompt_tokens + seq.draws > info.max_num_tokens:
+        size = f"{seq.num_prompt_tokens} tokens{' and one more' * seq.draws}"
+        return f"prompt: {size} are more than the {info.max_num_tokens} that fit"
     if max(seq.token_ids) >= info.vocab_size:
         return f"prompt: a token id is outside the vocabulary of {info.vocab_size}"
     return validate(seq.params, info.vocab_size) or ""

@@ -116,14 +116,15 @@ class Batcher:
 
     # --- answers ---------------------------------------------------------------------------------------------------
 
-    def on_record(self, sid: str, ids: bytes | None, salt: bytes, scoring: bool) -> None:
+    def on_record(self, sid: str, ids: bytes | None, salt: bytes, scoring: bool, draws: bool) -> None:
         queued = self.queue.get(sid)
         if queued is None or queued.state is not QueueState.READING:
             return
         if ids is None:
             del self.queue[sid]
             return
-        queued.ids, queued.salt, queued.scoring, queued.state = ids, salt, scoring, QueueState.WAITING
+        queued.ids, queued.salt, queued.scoring, queued.draws = ids, salt, scoring, draws
+        queued.state = QueueState.WAITING
         queued.num_output_tokens = len(ids) // 4 - queued.num_prompt_tokens
 
     def on_table(self, table: Table, now: float) -> None:
@@ -296,7 +297,7 @@ class Batcher:
                 held_back.add(queued.key)
             elif not self._elsewhere_or_never(queued) and not self._room.is_suspect(queued):
                 for view in self._workers.values():
-                    if view.fits(queued.num_tokens) and not view.has_room():
+                    if view.fits(queued.num_tokens + 1) and not view.has_room():  # it may not be read yet
                         self._make_way(queued, view)
                 return
 
@@ -328,7 +329,7 @@ class Batcher:
         view.following.discard(queued.sid)
         view.placing.add(queued.sid)
         self._out.call(
-            view, now, Ensure, sid=queued.sid, epoch=queued.epoch + 1, salt=queued.salt, ids=queued.ids,
+            view, now, Ensure, sid=queued.sid, epoch=queued.epoch + 1, salt=queued.salt, ids=queued.ids_in_pool,
             wait_for_leader=queued.patient and self._matches(queued), use_cached=self._matches(queued),
             keep_free=len(view.running) + queued.blocks_left,
         )  # fmt: skip
@@ -344,6 +345,7 @@ class Batcher:
 
     def _refuse(self, queued: Queued, capacity: int) -> None:
         self.queue.pop(queued.sid, None)
-        message = f"{queued.num_tokens} tokens and one more do not fit: a worker holds at most {capacity} tokens"
+        size = f"{queued.num_tokens} tokens{' and one more' * queued.draws}"
+        message = f"{size} do not fit: a worker holds at most {capacity} tokens"
         outcome = Outcome(reason="error", code="context_length_exceeded", message=message)
         self._out.act(Finish(queued.sid, queued.epoch, outcome))

@@ -72,10 +72,10 @@ class SchedulerCore:
         """id: of a sequence, or of a request, all of whose queued sequences were cancelled."""
         self._batcher.cancel(id, now)
 
-    def on_record(self, sid: str, ids: bytes | None, salt: bytes, *, scoring: bool = False) -> None:
+    def on_record(self, sid: str, ids: bytes | None, salt: bytes, *, scoring: bool = False, draws: bool = True) -> None:
         """ids: packed prompt and committed output; None: no such record any more. scoring: log-probabilities of its
-        prompt are asked for and missing yet, so that all of it has to be computed."""
-        self._batcher.on_record(sid, ids, salt, scoring)
+        prompt are asked for and missing yet, so that all of it has to be computed. draws: it wants tokens too."""
+        self._batcher.on_record(sid, ids, salt, scoring, draws)
 
     def on_assigned(self, action: Assign, status: str, now: float) -> None:
         """status: as the script says; the shell sees to it that a worker which is another's is lost."""

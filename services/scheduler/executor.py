@@ -137,7 +137,8 @@ class Executor:
             await self._scripts.finish(action.sid, UNREADABLE)
             core.on_record(action.sid, None, b"")
             return
-        core.on_record(action.sid, b"".join(ids), record.spec.salt, scoring=position < 0)
+        draws = record.spec.sampling.max_tokens > 0
+        core.on_record(action.sid, b"".join(ids), record.spec.salt, scoring=position < 0, draws=draws)
 
     async def _call(self, store: str, todo: Sequence[Action], core: SchedulerCore) -> int:
         workers, messages = _calls(store, todo)

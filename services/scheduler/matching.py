@@ -35,8 +35,8 @@ class Neighbour:
     def worker(self) -> str:
         return self.member.incarnation
 
-    def fits(self, num_tokens: int) -> bool:
-        return fits_member(self.member, num_tokens)
+    def fits(self, num_held: int) -> bool:
+        return fits_member(self.member, num_held)
 
 
 class Matching:
@@ -82,7 +82,7 @@ class Matching:
 
     def offer_where_it_fits(self, queued: Queued) -> bool:
         """It fits no worker leased here. True if another could run it, whether it has been offered there or not."""
-        others = [n for n in self._neighbours.values() if n.fits(queued.num_tokens)]
+        others = [n for n in self._neighbours.values() if n.fits(queued.num_held)]
         if others and not queued.offered:
             self._offer(queued, choose_worker(queued.num_tokens, others, {}))
         return bool(others)
@@ -100,7 +100,7 @@ class Matching:
     def _worth_offering(self, queued: Queued) -> Iterable[Neighbour]:
         if queued.offered or queued.num_tokens <= MIN_OFFER_GAIN_TOKENS:
             return ()
-        return (n for n in self._neighbours.values() if n.fits(queued.num_tokens))
+        return (n for n in self._neighbours.values() if n.fits(queued.num_held))
 
     def _offer(self, queued: Queued, other: Neighbour) -> None:
         queued.state = QueueState.OFFERING

@@ -21,7 +21,7 @@ class Room:
         suspect = self.is_suspect(queued)
         return [
             v for v in views
-            if v.has_room() and v.fits(queued.num_tokens) and not (suspect and self._has_suspect(v))
+            if v.has_room() and v.fits(queued.num_held) and not (suspect and self._has_suspect(v))
         ]  # fmt: skip
 
     def is_suspect(self, queued: Queued) -> bool:
@@ -35,13 +35,13 @@ class Room:
         """Where blocks are scarce, a store is asked for one sequence after another: else a later one would take what
         the first one waits for."""
         asked_for = [q for q in view.on_their_way(self._queue) if q.state is QueueState.ENSURING]
-        promised = sum(view.num_blocks_for(q.num_tokens) for q in (queued, *asked_for))
+        promised = sum(view.num_blocks_for(q.num_held) for q in (queued, *asked_for))
         return bool(asked_for) and promised + len(view.running) > view.num_free
 
     def too_small_for(self, queued: Queued) -> int | None:
         """Tokens that the largest worker here holds, if none could ever run it, even alone; None if one could, or not
         all of them are known yet."""
         views = list(self._workers.values())
-        if not views or any(v.phase is not Phase.READY or v.fits(queued.num_tokens) for v in views):
+        if not views or any(v.phase is not Phase.READY or v.fits(queued.num_held) for v in views):
             return None
         return max(v.capacity for v in views)

@@ -38,6 +38,7 @@ class Queued:
     ids: bytes = b""  # packed prompt and output, once read
     salt: bytes = b""
     scoring: bool = False  # log-probabilities of its prompt are missing yet: all of it is computed
+    draws: bool = False  # tokens, behind its own; nobody knows before it is read
     matches: dict[str, int] = field(default_factory=dict)  # worker -> cached length
     asked: frozenset[str] = frozenset()  # workers whose match is awaited
     asked_at: float = 0.0
@@ -57,6 +58,16 @@ class Queued:
     @property
     def num_tokens(self) -> int:
         return self.num_prompt_tokens + self.num_output_tokens
+
+    @property
+    def num_held(self) -> int:
+        """Tokens that must fit where it runs: one that is drawn needs a slot too."""
+        return self.num_tokens + self.draws
+
+    @property
+    def ids_in_pool(self) -> bytes:
+        """Packed; a store adds a slot. Of a prompt that nothing is drawn after, the last token is never computed."""
+        return self.ids if self.draws else self.ids[:-4] or self.ids
 
     def back_to_waiting(self) -> None:
         self.state, self.worker, self.leader, self.matches = QueueState.WAITING, "", "", {}

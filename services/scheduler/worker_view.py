@@ -25,8 +25,8 @@ MAX_SPARE_SHARE = 0.05  # of the pool, but never less than one block a running s
 MAX_TOKENS = MAX_MESSAGE_BYTES // 4 - 256  # whose ids fit into one call to a store
 
 
-def fits_member(worker: Member, num_tokens: int) -> bool:
-    return num_tokens < min(worker.max_model_len, worker.num_blocks * worker.block_size, MAX_TOKENS)
+def fits_member(worker: Member, num_held: int) -> bool:
+    return num_held <= min(worker.max_model_len, worker.num_blocks * worker.block_size, MAX_TOKENS)
 
 
 class Phase(Enum):
@@ -90,13 +90,13 @@ class WorkerView:
     def has_room(self) -> bool:
         return self.num_slots() > 0
 
-    def fits(self, num_tokens: int) -> bool:
-        """Could it ever run here, alone? Its next token needs a slot too."""
-        return fits_member(self.member, num_tokens)
+    def fits(self, num_held: int) -> bool:
+        """Could it ever run here, alone? num_held: see `Queued`."""
+        return fits_member(self.member, num_held)
 
-    def num_blocks_for(self, num_tokens: int) -> int:
-        """Without any prefix hit, with a slot for the next token."""
-        return num_tokens // self.member.block_size + 1
+    def num_blocks_for(self, num_held: int) -> int:
+        """Without any prefix hit."""
+        return math.ceil(num_held / self.member.block_size)
 
     @property
     def capacity(self) -> int:

@@ -48,6 +48,18 @@ async def test_admission_and_limits_a_prompt_that_can_never_fit_is_told_the_capa
     assert longest.text == words("x" * (POOL_TOKENS - 2), 1) and longest.choices[0].finish_reason == "length"
 
 
+async def test_admission_and_limits_a_prompt_that_nothing_is_drawn_after_may_fill_the_pool(
+    tiny: Stack, connect: Connect
+) -> None:
+    client = connect(tiny.url)
+    scored = {"max_tokens": 0, "echo": True, "logprobs": 0}
+    answer = await client.ask({"prompt": [65] * POOL_TOKENS, **scored})
+    answer.check()
+    assert answer.choices[0].finish_reason == "length" and len(answer.text) == POOL_TOKENS
+    refused = await client.ask({"prompt": [65] * (POOL_TOKENS + 1), **scored})
+    assert refused.status == 400 and refused.error and refused.error["code"] == "context_length_exceeded"
+
+
 async def test_admission_and_limits_an_answer_ends_where_the_pool_does(tiny: Stack, connect: Connect) -> None:
     answer = await connect(tiny.url).ask(plain("x" * 60, 500, **USAGE))
     answer.check()

@@ -77,6 +77,22 @@ async def test_a_harness_scores_several_prompts(client: Client) -> None:
             assert choice["finish_reason"] == "length"
 
 
+async def test_a_prompt_that_fills_the_context_is_scored(client: Client) -> None:
+    """Where a token is to follow it, or with one more of its own, it does not fit."""
+    ids = [1 + (13 * i) % 250 for i in range(2049)]
+    for body in (scoring(ids[:2048], max_tokens=0), scoring(ids[:2048], max_tokens=0, logprobs=0, prompt_logprobs=0)):
+        answer = await ask(client, body)
+        assert answer["choices"][0]["logprobs"]["token_logprobs"] == told(ids[:2048])
+        assert answer["usage"]["completion_tokens"] == 0 and answer["choices"][0]["finish_reason"] == "length"
+    assert joined(await stream(client, scoring(ids[:2048], max_tokens=0)))[0]["logprobs"]["token_logprobs"] == told(
+        ids[:2048]
+    )
+    for body in (scoring(ids[:2048]), scoring(ids, max_tokens=0)):
+        async with client.session.post(f"{client.url}/v1/completions", json=body) as response:
+            assert response.status == 400
+            assert (await response.json())["error"]["code"] == "context_length_exceeded"
+
+
 async def test_a_prompt_in_the_cache_is_computed_again(client: Client) -> None:
     ids = [3 + i % 200 for i in range(100)]
     body: Json = {"prompt": ids, "max_tokens": 1, "temperature": 0}

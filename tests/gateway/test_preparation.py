@@ -134,10 +134,11 @@ def test_a_prompt_that_fills_the_context() -> None:
     assert refused(completion, prompt=[1] * 100).code == "context_length_exceeded"
     assert completion(prompt=[1] * 99)[0].sampling.max_tokens == 1
     assert completion(prompt=[1] * 100, max_tokens=0)[0].sampling.max_tokens == 0
-    scored = {"max_tokens": 0, "echo": True, "logprobs": 1}  # it is computed, so a worker takes it as any other
-    assert refused(completion, prompt=[1] * 100, **scored).code == "context_length_exceeded"
-    assert completion(prompt=[1] * 99, **scored)[0].sampling.max_tokens == 0
-    assert refused(completion, prompt=[1] * 101, max_tokens=0).code == "context_length_exceeded"
+    scored = {"echo": True, "logprobs": 1}
+    assert refused(completion, prompt=[1] * 100, max_tokens=1, **scored).code == "context_length_exceeded"
+    for max_tokens_0 in ({"max_tokens": 0}, {"max_tokens": 0, **scored}, {"max_tokens": 0, "prompt_logprobs": 0}):
+        assert completion(prompt=[1] * 100, **max_tokens_0)[0].sampling.max_tokens == 0
+        assert refused(completion, prompt=[1] * 101, **max_tokens_0).code == "context_length_exceeded"
 
 
 def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenized(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -238,10 +239,10 @@ def test_logprobs_of_both_shapes() -> None:
     assert chat(logprobs=True).sampling.logprobs == 0
     assert chat(logprobs=True, top_logprobs=3).sampling.logprobs == 3
     assert chat(logprobs=False).sampling.logprobs is None
-    assert completion(logprobs=0)[0].sampling.logprobs == 0
     for without in ({}, {"logprobs": False}, {"logprobs": None}):  # clients that always send all fields
         assert chat(top_logprobs=0, **without).sampling.logprobs is None
     assert completion(top_logprobs=0)[0].sampling.logprobs is None
+    assert completion(logprobs=0)[0].sampling.logprobs == 0
     assert completion(logprobs=5)[0].sampling.logprobs == 5
 
 

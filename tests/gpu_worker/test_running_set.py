@@ -542,6 +542,21 @@ def test_a_step_that_has_begun_may_have_the_last_of_a_prompt_that_nothing_is_dra
     assert len(account.scores) == 6 and outcome_of(running) == Outcome(reason="length", num_tokens=0)
 
 
+@pytest.mark.parametrize("room", [{"num_blocks": 2}, {"max_model_len": 2 * BLOCK_SIZE}])
+def test_a_prompt_that_fills_context_or_pool_is_scored_where_nothing_is_drawn(room: dict[str, int]) -> None:
+    running, prompt = make_running(**room), b"promptly!"
+    admit(running, prompt[:8], block_ids=range(2), max_tokens=0, **ASKING)
+    run_dry(running, make_engine(running))
+    [account] = running.ledger._accounts.values()
+    assert len(account.scores) == 7 and outcome_of(running) == Outcome(reason="length", num_tokens=0)
+    for size, max_tokens in ((8, 1), (9, 0)):
+        running = make_running(**room)
+        admit(running, prompt[:size], block_ids=range(3), max_tokens=max_tokens, **ASKING)
+        outcome = outcome_of(running)
+        assert outcome and (outcome.reason, outcome.code) == ("error", "invalid_request")
+        assert f"{size} tokens" in outcome.message and ("and one more" in outcome.message) == (max_tokens > 0)
+
+
 def test_a_prompt_of_one_token_has_nothing_to_score() -> None:
     running = make_running()
     admit(running, b"p", block_ids=range(1), max_tokens=0, **ASKING)

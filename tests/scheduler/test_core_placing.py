@@ -432,6 +432,28 @@ def test_a_context_is_as_long_as_the_model_allows() -> None:
     assert h.ensure("q.0", 49)
 
 
+@pytest.mark.parametrize("fields", [{}, {"max_model_len": 50}])
+def test_a_prompt_that_nothing_is_drawn_after_needs_no_slot_more(fields: dict[str, int]) -> None:
+    """Only its record tells that, so it is read where one token more would be too many."""
+    h, most = Hand(**fields), fields.get("max_model_len", ALL_TOKENS)
+    h.queue("r.0", most)
+    assert only(h.decide(), ReadRecord) and not only(h.until_quiet(), Finish)
+    h.core.on_record("r.0", bytes(4 * most), SALT, scoring=True, draws=False)
+    (ensure,) = calls(h.until_quiet(), Ensure)
+    assert len(ensure.ids) == 4 * (most - 1)  # the store adds a slot, and holds no block more than there are
+    h.queue("q.0", most + 1)
+    assert [f.sid for f in only(h.until_quiet(), Finish)] == ["q.0"]
+
+
+def test_a_single_token_that_nothing_is_drawn_after_has_a_block() -> None:
+    h = Hand()
+    h.queue("r.0", 1)
+    h.decide()
+    h.core.on_record("r.0", bytes(4), SALT, scoring=False, draws=False)
+    (ensure,) = calls(h.until_quiet(), Ensure)
+    assert len(ensure.ids) == 4
+
+
 # --- cancelled -------------------------------------------------------------------------------------------------------
 
 

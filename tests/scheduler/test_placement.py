@@ -147,8 +147,8 @@ def test_a_refusal_ends_when_more_is_free() -> None:
 
 def test_what_fits_alone() -> None:
     worker = view()
-    assert worker.fits(NUM_BLOCKS * BLOCK_SIZE - 1) and not worker.fits(NUM_BLOCKS * BLOCK_SIZE)
-    assert worker.num_blocks_for(NUM_BLOCKS * BLOCK_SIZE - 1) == NUM_BLOCKS
+    assert worker.fits(NUM_BLOCKS * BLOCK_SIZE) and not worker.fits(NUM_BLOCKS * BLOCK_SIZE + 1)
+    assert worker.num_blocks_for(NUM_BLOCKS * BLOCK_SIZE) == NUM_BLOCKS
 
 
 def test_the_ids_of_what_fits_fit_into_a_message() -> None:
@@ -157,7 +157,7 @@ def test_the_ids_of_what_fits_fit_into_a_message() -> None:
         sid="r" * 40, epoch=1 << 40, salt=bytes(32), ids=bytes(4 * MAX_TOKENS),
     )  # fmt: skip
     assert len(encode(call)) <= MAX_MESSAGE_BYTES
-    assert not view(max_model_len=1 << 30, num_blocks=1 << 30).fits(MAX_TOKENS)
+    assert not view(max_model_len=1 << 30, num_blocks=1 << 30).fits(MAX_TOKENS + 1)
 
 
 # --- spare grants ----------------------------------------------------------------------------------------------------

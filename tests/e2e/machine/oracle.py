@@ -57,7 +57,7 @@ class Wanted:
 
     @property
     def is_too_long(self) -> bool:
-        return len(self.prompt) >= self.shape.max_num_tokens
+        return len(self.prompt) + (self.sampling.max_tokens > 0) > self.shape.max_num_tokens
 
     def answer(self, choice: int) -> tuple[list[int], str]:
         """Tokens and finish reason as an undisturbed worker draws them."""
