@@ -50,7 +50,7 @@ def log_sums_reference(logits: torch.Tensor, num_best: int) -> LogSums:
 
 def row_parts(rows: torch.Tensor, num_columns: int = 0) -> tuple[torch.Tensor, ...]:
     """Views of at most MAX_ELEMENTS, or of one row. num_columns: count so many a row, not as many as there are."""
-    return rows.split(max(1, MAX_ELEMENTS // (num_columns or rows.shape[1])))
+    return torch.split(rows, max(1, MAX_ELEMENTS // (num_columns or rows.shape[1])))
 
 
 def log_sum(largest: float, total: int) -> float:
