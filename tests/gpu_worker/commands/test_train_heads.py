@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 from services.gpu_worker.commands import train_heads
 from services.gpu_worker.speculative.native_eagle import load_eagle
+from services.gpu_worker.training import trainer
 from tests.gpu_worker.any_engine import load_native
 from tests.gpu_worker.head_models import published, published_medusa, save_tiny
 from tests.gpu_worker.test_perplexity import write_tokenizer
@@ -65,9 +66,10 @@ def test_a_run_ends_with_heads_and_goes_on_when_it_gets_more_time(
 
 @pytest.mark.parametrize("method", ["eagle3", "eagle", "medusa"])
 def test_a_run_goes_on_from_published_heads(
-    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], method: str
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, method: str
 ) -> None:
-    """With a first step of next to nothing they are what they were; those of another method are refused."""
+    """With steps of next to nothing they are what they were; those of another method are refused."""
+    monkeypatch.setattr(trainer, "LEARNING_RATE", 1e-9)
     if method == "medusa":
         published_medusa(model, tmp_path / "old", num_blocks=1)
     else:
@@ -79,7 +81,7 @@ def test_a_run_goes_on_from_published_heads(
     for name, tensor in old.items():
         assert tensor.shape == new[name].shape, "also of the draft vocabulary, whatever was asked for"
         if tensor.dim() == 2 and tensor.is_floating_point():
-            assert F.cosine_similarity(tensor.float().flatten(), new[name].float().flatten(), dim=0) > 0.9, name
+            assert F.cosine_similarity(tensor.float().flatten(), new[name].float().flatten(), dim=0) > 0.9999, name
         elif not tensor.is_floating_point():
             assert torch.equal(tensor, new[name])
     assert run(model, *options[:-2], "--seed", "4") == 1
