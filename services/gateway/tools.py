@@ -53,15 +53,13 @@ def tool_use(request: ChatCompletionRequest, asked: Wanted | None, dialect: Dial
     callable_ = {i: tool for i, tool in enumerate(tools) if not named or tool.function.name == named}
     otherwise = "" if must_call else _ANY_TEXT if asked is None else _term(asked)
 
-    def grammar(*, loosely: bool) -> str:
-        terms = {
-            tool.function.name: _arguments(tool, f"tools[{i}].function.parameters", loosely=loosely)
-            for i, tool in callable_.items()
-        }
+    def grammar(terms: dict[str, str]) -> str:
         return HEADER + tool_formats.call_grammar(row, terms, dialect.special_ids, several=several, otherwise=otherwise)
 
+    terms = {t.function.name: _arguments(t, f"tools[{i}].function.parameters") for i, t in callable_.items()}
+    any_object = {t.function.name: _any_object() for t in callable_.values() if not t.function.strict}
     param = "tool_choice" if must_call else "tools"
-    held, loose = grammar(loosely=False), grammar(loosely=True)
+    held, loose = grammar(terms), grammar(terms | any_object)
     wanted = Wanted(held, otherwise != _ANY_TEXT, param, instead=loose if loose != held else "")
     return ToolUse(row, tuple(names), max_calls, specs, wanted)
 
@@ -87,17 +85,20 @@ def _choice(given: Any, names: list[str]) -> tuple[str, str]:
     return "named", str(function["name"])
 
 
-def _arguments(tool: Tool, param: str, *, loosely: bool) -> str:
-    """What is strict is kept, or refused by name; else what can be kept is: loosely where it does not compile."""
-    if loosely and not tool.function.strict:
-        return structured.json_rule({"type": "object"}, param)
+def _arguments(tool: Tool, param: str) -> str:
+    """What is strict is kept, or refused by name; else what can be kept is."""
     schema = NO_PARAMETERS if tool.function.parameters is None else tool.function.parameters
     try:
         return structured.json_rule(schema, param)
     except BadRequest:
         if tool.function.strict:
             raise
-        return structured.json_rule({"type": "object"}, param)
+        return _any_object()
+
+
+def _any_object() -> str:
+    """What those who are not strict may be called with where their parameters cannot be kept, or do not compile."""
+    return structured.json_rule({"type": "object"}, "tools")
 
 
 def _term(asked: Wanted) -> str:
