@@ -211,9 +211,6 @@ class _Walk:
         if not isinstance(schema, dict):
             _refuse(at, "must be a JSON schema")
         found: list[str] = []
-        lengths = {"minLength": 0, "maxLength": ""} | {
-            k: v for k, v in schema.items() if k in ("minLength", "maxLength")
-        }
         for keyword, value in schema.items():
             if keyword == "const" or (keyword == "enum" and isinstance(value, list)):
                 texts = [v for v in (value if keyword == "enum" else [value]) if isinstance(v, str)]
@@ -227,7 +224,7 @@ class _Walk:
             elif (keyword, value) != ("type", "string") and keyword not in _ANNOTATIONS:
                 _refuse(at, "is not supported, only with enum, const, pattern and lengths")
         if {"minLength", "maxLength"} & set(schema):
-            found.append(rf"^[\s\S]{{{lengths['minLength']},{lengths['maxLength']}}}$")
+            found.append(rf"^[\s\S]{{{schema.get('minLength', 0)},{schema.get('maxLength', '')}}}$")
         return found
 
     def _target(self, ref: Any) -> Any:
