@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 
+from services.gpu_worker.speculative.row_cost import RowCost
+
 WORTH = 1.02  # times as many tokens a second must be expected: what steps cost is known no better
 MAX_SHARE = 0.1  # of a step's time, that the drafts of one sequence add for others who have none
 
@@ -21,6 +23,18 @@ def choose_fairly(
     own = _num_within((1 + MAX_SHARE) * cost(num_rows), max(lengths), num_rows, cost)
     num_free = _num_within(max_cost, num_free, num_rows, cost)
     return choose_lengths([chances[:own] for chances in survivals], num_sampled, num_rows, num_free, cost)
+
+
+def choose_in_time(
+    survivals: Seq[Seq[float]], num_sampled: int, num_rows: int, num_free: int, cost: RowCost, max_step_s: float,
+    spent_s: float,
+) -> list[int]:  # fmt: skip
+    """As `choose_fairly`, with the time that guessing has taken already."""
+    unit_s = cost.unit_s or 1.0
+    spent = spent_s / unit_s
+    return choose_fairly(
+        survivals, num_sampled, num_rows, num_free, lambda num: spent + cost.relative(num), max_step_s / unit_s
+    )
 
 
 def may_pay(num_sampled: int, num_rows: int, num_free: int, cost: Callable[[int], float]) -> bool:

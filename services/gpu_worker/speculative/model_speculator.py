@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from services.gpu_worker.batch import Chunk, Drawn, Sequence
 from services.gpu_worker.speculative.acceptance import Acceptance
 from services.gpu_worker.speculative.batch_proposer import BatchProposer
-from services.gpu_worker.speculative.choice import MAX_SHARE, WORTH, choose_fairly
+from services.gpu_worker.speculative.choice import MAX_SHARE, WORTH, choose_in_time
 from services.gpu_worker.speculative.counts import Counts, Savings
 from services.gpu_worker.speculative.draft import Draft, chain
 from services.gpu_worker.speculative.proposer import NOTHING, Proposal
@@ -233,13 +233,8 @@ class ModelSpeculator:
         return [chain(proposal.ids[:length]) for proposal, length in zip(proposals, lengths, strict=True)]
 
     def _choose(self, survivals: Seq[Seq[float]], chunks: Seq[Chunk], num_free: int) -> list[int]:
-        """With the time that guessing took already."""
         num_sampled, num_rows = sum(c.sample for c in chunks), sum(c.count for c in chunks)
-        cost, unit_s = self._cost, self._cost.unit_s or 1.0
-        spent, max_cost = self.spent_s / unit_s, self._max_step_s / unit_s
-        return choose_fairly(
-            survivals, num_sampled, num_rows, num_free, lambda num: spent + cost.relative(num), max_cost
-        )
+        return choose_in_time(survivals, num_sampled, num_rows, num_free, self._cost, self._max_step_s, self.spent_s)
 
     # --- after it ----------------------------------------------------------------------------------------------------
 

@@ -17,7 +17,7 @@ from collections.abc import Sequence as Seq
 
 from services.gpu_worker.batch import Chunk, Drawn, Sequence
 from services.gpu_worker.speculative.acceptance import Acceptance, expected_of_match
-from services.gpu_worker.speculative.choice import choose_fairly, choose_lengths, may_pay
+from services.gpu_worker.speculative.choice import choose_in_time, choose_lengths, may_pay
 from services.gpu_worker.speculative.counts import Counts, Savings
 from services.gpu_worker.speculative.draft import NO_DRAFT, Draft, chain
 from services.gpu_worker.speculative.fleet import METHOD as FLEET
@@ -179,11 +179,7 @@ class Speculator:
     def _choose(
         self, survivals: Seq[Seq[float]], num_sampled: int, num_rows: int, num_free: int, spent_s: float = 0.0
     ) -> list[int]:
-        cost, unit_s = self._cost, self._cost.unit_s or 1.0
-        spent, max_cost = spent_s / unit_s, self._max_step_s / unit_s
-        return choose_fairly(
-            survivals, num_sampled, num_rows, num_free, lambda num: spent + cost.relative(num), max_cost
-        )
+        return choose_in_time(survivals, num_sampled, num_rows, num_free, self._cost, self._max_step_s, spent_s)
 
     def expects(self, sequences: Seq[Sequence], most: Seq[int], num_free: int) -> bool:
         """Nobody is asked again before the step if not."""
@@ -204,7 +200,7 @@ class Speculator:
     def observe(self, chunks: Seq[Chunk], drawn: Seq[Drawn], seconds: float) -> None:
         """What a step has drawn, as far as it counts, and how long it took. Without drafts some are enough."""
         self._num_steps += 1
-        has_drafts = any(c.draft is not NO_DRAFT for c in chunks)
+        has_drafts = any(c.draft for c in chunks)
         if self._num_steps % PLAIN_STEPS_SEEN and not has_drafts and not self.savings.wants_plain:
             self._plain_s += seconds
             self.saved_s = 0.0
