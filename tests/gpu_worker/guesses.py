@@ -117,3 +117,16 @@ def run_with_drafts(
             results[id(chunk.seq)] += tokens
         num_steps += 1
     return [results[id(s)] for s in sequences], num_steps
+
+
+def run_in_batches(
+    runner: Runner, sequences: Seq[Sequence], guess: Guess, batch: int
+) -> tuple[list[list[SampledToken]], int]:
+    """As `run_with_drafts`, so many sequences at once."""
+    results: list[list[SampledToken]] = []
+    num_steps = 0
+    for first in range(0, len(sequences), batch):
+        drawn, steps = run_with_drafts(runner, sequences[first : first + batch], guess, prefill_chunk=23)
+        results += drawn
+        num_steps += steps
+    return results, num_steps

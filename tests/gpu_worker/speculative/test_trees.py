@@ -17,7 +17,7 @@ from services.gpu_worker.speculative.verify import drawn_by_chunk, draws_of
 from services.gpu_worker.step_inputs import SequenceError
 from tests.gpu_worker.any_engine import engine_threads, load_native, load_torch
 from tests.gpu_worker.builders import make_sequence
-from tests.gpu_worker.guesses import TREES, run_with_drafts
+from tests.gpu_worker.guesses import TREES, run_in_batches, run_with_drafts
 from tests.gpu_worker.speculative.test_verify import CONTROLS, NUM_OUTPUT, PROMPTS, VOCAB_SIZE
 from tests.gpu_worker.test_grammar import begin, by_schema, ids
 from tests.gpu_worker.tiny_models import Runner, save
@@ -63,11 +63,8 @@ def test_tokens_are_those_without_drafts(
         runner = Runner(engine, seed=batch)
         own = sequences(runner)
         guess = TREES[kind]({id(s): [t.token_id for t in w] for s, w in zip(own, alone, strict=True)}, VOCAB_SIZE)
-        num_steps = 0
-        for first in range(0, len(own), batch):
-            got, steps = run_with_drafts(runner, own[first : first + batch], guess, prefill_chunk=23)
-            assert got == alone[first : first + batch]
-            num_steps += steps
+        got, num_steps = run_in_batches(runner, own, guess, batch)
+        assert got == alone
     if kind != "random tree":
         assert num_steps <= 0.7 * NUM_OUTPUT * len(own) / batch + 3 * len(own) / batch
 
