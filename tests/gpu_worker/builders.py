@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 
 from services.gpu_worker.admission import Admission
-from services.gpu_worker.batch import Chunk, Drafter, Drawn, EngineInfo, SampledToken, Sequence
+from services.gpu_worker.batch import Answer, Chunk, Drafter, Drawn, EngineInfo, SampledToken, Sequence
 from services.gpu_worker.composer import Budget
 from services.gpu_worker.running_set import Change, RunningSet
 from services.gpu_worker.scripted_engine import ScriptedEngine, validate
@@ -106,3 +106,19 @@ def ended(running: RunningSet) -> list[tuple[str, int, str]]:
 
 def drawn(*ids: int) -> list[Drawn]:
     return [(SampledToken(i),) for i in ids]
+
+
+class Allows:
+    """An answer that may be the same tokens whatever has come."""
+
+    def __init__(self, mask: bytes | None) -> None:
+        self._mask = mask
+
+    def mask_after(self, output_ids: Seq[int]) -> bytes | None:
+        return self._mask
+
+    def allows(self, output_ids: Seq[int]) -> bool:
+        return True
+
+    def fork(self) -> Answer:
+        return self

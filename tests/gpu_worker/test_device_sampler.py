@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Seq
 from typing import Any
 
 import pytest
@@ -13,7 +12,7 @@ from hypothesis import strategies as st
 from services.gpu_worker.device_sampler import draw, edits_of, needs_history
 from services.gpu_worker.sampler import Draw, sample
 from shared.protocol import Constraint
-from tests.gpu_worker.builders import make_params
+from tests.gpu_worker.builders import Allows, make_params
 
 PROMPT, OUTPUT = [5, 9, 5, 200], [9, 9, 40, 7]
 CONTROLS: list[dict[str, Any]] = [
@@ -63,26 +62,13 @@ def test_every_token_banned_bans_none() -> None:
     assert edits_of(draws, 3, {}).rows.shape == (0,) and edits_of(draws, 4, {}).rows.shape == (3,)
 
 
-class Grammar:
-    """Allows the same tokens everywhere."""
-
-    def __init__(self, allowed: bytes | None) -> None:
-        self._allowed = allowed
-
-    def mask_after(self, output_ids: Seq[int]) -> bytes | None:
-        return self._allowed
-
-    def allows(self, output_ids: Seq[int]) -> bool:
-        return True
-
-
 @pytest.mark.parametrize("allowed", [None, b"\x12", bytes([0x80] * 37), bytes([0x81] * 38), bytes([0xF0] * 60)])
 @pytest.mark.parametrize("own", CONTROLS)
 def test_grammars_are_held_to(allowed: bytes | None, own: dict[str, Any]) -> None:
     """Also where their masks are shorter or longer than the vocabulary, and where bans leave nothing of them."""
     constraint = Constraint(grammar="start: /a*/")
     params = make_params(constraint=constraint, **({"stop_token_ids": (1, 4), "min_tokens": 8} | own))
-    draws = [draw_for(), Draw(params, 0, [*PROMPT, *OUTPUT], len(PROMPT), answer=Grammar(allowed)), draw_for()]
+    draws = [draw_for(), Draw(params, 0, [*PROMPT, *OUTPUT], len(PROMPT), answer=Allows(allowed)), draw_for()]
     logits = logits_for(3)
     assert draw(logits.clone(), draws).wait() == sample(logits, draws)
     assert needs_history(draws[1])

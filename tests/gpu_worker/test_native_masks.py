@@ -28,7 +28,7 @@ from shared.vocabulary import Vocabulary
 from shared.wire import decode_as
 from shared.worker_protocol import Cancel
 from tests.gpu_worker.any_engine import engine_threads, load_native
-from tests.gpu_worker.builders import make_admission, make_admit
+from tests.gpu_worker.builders import Allows, make_admission, make_admit
 from tests.gpu_worker.guesses import CHAINS, run_with_drafts
 from tests.gpu_worker.test_grammar import by_lark
 from tests.gpu_worker.tiny_models import Runner, build, prompts, save
@@ -55,22 +55,6 @@ def random_words() -> Vocabulary:
 
 
 GRAMMARS = Grammars(random_words)
-
-
-class Allows:
-    """The same whatever has come."""
-
-    def __init__(self, mask: bytes | None) -> None:
-        self._mask = mask
-
-    def mask_after(self, output_ids: Seq[int]) -> bytes | None:
-        return self._mask
-
-    def allows(self, output_ids: Seq[int]) -> bool:
-        return True
-
-    def fork(self) -> Answer:
-        return self
 
 
 class FailsAfter(Allows):
