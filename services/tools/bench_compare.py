@@ -2,11 +2,13 @@
 
 A machine's mood changes within minutes, so servers are asked one after the other in every round, each round beginning
 with another one, and ratios are taken round by round: the first server's figure over the other's. Prompts are the same
-for all servers in a round and new in the next.
+for all servers in a round and new in the next. Some servers keep a core busy after their last answer (vLLM for a second
+on CPUs), so the next turn waits until they have come to rest.
 """
 
 from __future__ import annotations
 
+import asyncio
 import random
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -20,6 +22,7 @@ from services.tools.bench_stats import Run
 
 CONNECT_TIMEOUT_S = 10.0
 MODELS_TIMEOUT_S = 30.0
+REST_S = 2.0
 
 
 class NoServer(Exception):
@@ -70,9 +73,13 @@ async def served_model(url: str, headers: dict[str, str]) -> str:
         raise NoServer(f"{url} names no model in /v1/models") from e
 
 
+async def rest() -> None:
+    await asyncio.sleep(REST_S)
+
+
 async def compare(
     urls: Sequence[str], models: Sequence[str], load: Load, rounds: int, say: Callable[[str], None],
-    run: Callable[[Load], Awaitable[Run]] = bench_load.run,
+    run: Callable[[Load], Awaitable[Run]] = bench_load.run, rest: Callable[[], Awaitable[None]] = rest,
 ) -> dict[str, Any]:  # fmt: skip
     """models: one for all servers, or one each; empty ones are asked for. load.seed is the first round's."""
     headers = {"Authorization": f"Bearer {load.api_key}"} if load.api_key else {}
@@ -83,6 +90,7 @@ async def compare(
         turn = number % max(1, len(alive))
         for server in alive[turn:] + alive[:turn]:
             seeded = replace(load, url=server.url, model=server.model, seed=load.seed + number)
+            await rest()
             await _one_round(server, seeded, number + 1, run, say)
     return report(servers, rounds)
 

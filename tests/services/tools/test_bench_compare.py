@@ -31,6 +31,10 @@ class Fakes:
     def __init__(self, times: dict[str, list[float | Counter[str]]]) -> None:
         self.times = {url: list(values) for url, values in times.items()}
         self.loads: list[Load] = []
+        self.rests: list[int] = []  # turns before each
+
+    async def rest(self) -> None:
+        self.rests.append(len(self.loads))
 
     async def run(self, load: Load) -> Run:
         if load.max_tokens == (4,):  # the greeting
@@ -40,9 +44,20 @@ class Fakes:
         return Run([], value, 1.0) if isinstance(value, Counter) else run_of(value)
 
 
+async def no_rest() -> None:
+    pass
+
+
+async def test_every_turn_waits_until_the_servers_before_have_come_to_rest() -> None:
+    """Those that were greeted too."""
+    fakes = Fakes({A: [1, 1], B: [1, 1]})
+    await compare([A, B], ["m"], LOAD, 2, lambda line: None, fakes.run, fakes.rest)
+    assert fakes.rests == [0, 1, 2, 3]
+
+
 async def test_servers_take_turns_with_the_same_prompts() -> None:
     fakes = Fakes({A: [1, 1, 1], B: [1, 1, 1]})
-    await compare([A, B], ["x", "y"], LOAD, 3, lambda line: None, fakes.run)
+    await compare([A, B], ["x", "y"], LOAD, 3, lambda line: None, fakes.run, fakes.rest)
     assert [(load.url, load.model, load.seed) for load in fakes.loads] == [
         (A, "x", 40), (B, "y", 40), (B, "y", 41), (A, "x", 41), (A, "x", 42), (B, "y", 42),
     ]  # fmt: skip
@@ -50,7 +65,7 @@ async def test_servers_take_turns_with_the_same_prompts() -> None:
 
 async def test_ratios_are_of_the_same_round() -> None:
     fakes = Fakes({A: [1, 2, 4], B: [2, 8, 8]})
-    result = await compare([A, B], ["m"], LOAD, 3, lambda line: None, fakes.run)
+    result = await compare([A, B], ["m"], LOAD, 3, lambda line: None, fakes.run, fakes.rest)
     [ratio] = result["ratios"]
     assert (ratio["first"], ratio["other"]) == (A, B)
     assert ratio["output_tok_s"] == {"median": 2.0, "min": 2.0, "max": 4.0}  # twice, four times and twice as fast
@@ -63,7 +78,7 @@ async def test_ratios_are_of_the_same_round() -> None:
 async def test_a_round_that_fails_is_named_and_counts_for_nobody() -> None:
     fakes = Fakes({A: [1, 1, 1], B: [2, Counter({"HTTP 500": 2}), 4]})
     said: list[str] = []
-    result = await compare([A, B], ["m"], LOAD, 3, said.append, fakes.run)
+    result = await compare([A, B], ["m"], LOAD, 3, said.append, fakes.run, fakes.rest)
     sentence = "http://b, round 2: 2 of 2 requests failed (HTTP 500: 2)"
     assert result["servers"][1]["errors"] == [sentence] and sentence in said
     assert result["servers"][1]["rounds"] == 2 and result["failed"] == [B]
@@ -83,7 +98,7 @@ def test_without_a_whole_round_there_is_no_figure() -> None:
 async def test_a_server_that_is_down_is_named_and_the_others_are_measured() -> None:
     down = f"http://127.0.0.1:{unused_port()}"
     fakes = Fakes({A: [1, 1], C: [2, 2]})
-    result = await compare([A, down, C], ["m", "", "m"], LOAD, 2, lambda line: None, fakes.run)
+    result = await compare([A, down, C], ["m", "", "m"], LOAD, 2, lambda line: None, fakes.run, fakes.rest)
     assert result["failed"] == [down]
     [error] = result["servers"][1]["errors"]
     assert error.startswith(f"{down} does not answer: ")
@@ -135,7 +150,7 @@ async def servers() -> AsyncIterator[list[TestServer]]:
 
 async def test_models_are_asked_for(servers: list[TestServer]) -> None:
     urls = [str(server.make_url("/v1")) for server in servers]
-    result = await compare(urls[:2], [""], LOAD, 1, lambda line: None)
+    result = await compare(urls[:2], [""], LOAD, 1, lambda line: None, rest=no_rest)
     assert [server["model"] for server in result["servers"]] == ["one", "two"]
     assert result["failed"] == [] and result["ratios"][0]["output_tok_s"]["median"] > 0
     with pytest.raises(NoServer, match="names no model"):
@@ -144,7 +159,7 @@ async def test_models_are_asked_for(servers: list[TestServer]) -> None:
 
 async def test_a_wrong_model_is_an_error_and_no_zero(servers: list[TestServer]) -> None:
     url = str(servers[0].make_url("")).rstrip("/")
-    result = await compare([url], ["other"], LOAD, 1, lambda line: None)
+    result = await compare([url], ["other"], LOAD, 1, lambda line: None, rest=no_rest)
     assert result["servers"][0]["errors"] == [f"{url} fails: HTTP 404: 1"]
 
 
