@@ -259,8 +259,9 @@ INLINE void block(const struct matrix *w, int tile, const struct rows *x, int ro
 /* out[i] = the 16 outputs of a tile for activation row `row + i`; count is at most MAX_BLOCK_ROWS. */
 void product(const struct matrix *w, int tile, const struct rows *x, int row, int count, float (*out)[TILE_ROWS]) {
     while (count > 0) {
-        int taken = count >= 8 ? 8 : count >= 4 ? 4 : count >= 2 ? 2 : 1;
+        int taken = VL == 16 && count >= 16 ? 16 : count >= 8 ? 8 : count >= 4 ? 4 : count >= 2 ? 2 : 1;
         switch (taken) { /* a copy of the loops for each count, with its sums in registers */
+            case 16: block(w, tile, x, row, VL == 16 ? 16 : 8, out); break;
             case 8: block(w, tile, x, row, 8, out); break;
             case 4: block(w, tile, x, row, 4, out); break;
             case 2: block(w, tile, x, row, 2, out); break;
