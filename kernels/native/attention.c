@@ -80,10 +80,14 @@ INLINE void weigh_parts(const struct tile *t, float *scores, int visible, struct
     vf most[PARTS], sums[PARTS];
     for (int i = 0; i < PARTS; i++) most[i] = vf_set(-INFINITY);
     for (int i = 0; i < parts; i++) most[i % PARTS] = vf_max(most[i % PARTS], vf_load(scores + i * VL));
-    float largest = max16(most);
-    if (!(largest > g->largest)) largest = g->largest;
-    float shrink[16] = {g->largest - largest};
-    vf_store(shrink, vf_exp2(vf_load(shrink)));
+    float largest = max16(most), shrink = 1.0f;
+    if (largest > g->largest) {
+        float factors[16] = {g->largest - largest};
+        vf_store(factors, vf_exp2(vf_load(factors)));
+        shrink = factors[0];
+    } else {
+        largest = g->largest; /* 2^0 is 1 */
+    }
     vf offset = vf_set(largest);
     for (int i = 0; i < PARTS; i++) sums[i] = vf_set(0.0f);
     for (int i = 0; i < parts; i++) {
@@ -93,9 +97,9 @@ INLINE void weigh_parts(const struct tile *t, float *scores, int visible, struct
     }
     if (t->stored == BYTES) scale_by(scores, t->value_scales, parts * VL);
     g->largest = largest;
-    g->sum = g->sum * shrink[0] + sum16(sums);
-    if (shrink[0] != 1.0f)
-        for (int i = 0; i < padded; i += VL) vf_store(out + i, vf_mul(vf_load(out + i), vf_set(shrink[0])));
+    g->sum = g->sum * shrink + sum16(sums);
+    if (shrink != 1.0f)
+        for (int i = 0; i < padded; i += VL) vf_store(out + i, vf_mul(vf_load(out + i), vf_set(shrink)));
 }
 
 static void weigh(const struct tile *t, float *scores, int visible, struct gathered *g, float *out, int padded) {
