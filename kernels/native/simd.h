@@ -1,8 +1,8 @@
 /* Vectors of the instruction set this file is compiled for: VL lanes of 32 bits, used for floats, integers and bytes.
 
    Every operation acts lane by lane, so that a result does not depend on VL; sums across lanes always run over 16
-   partial sums in one order (see sum16). Multiply-adds are fused wherever the hardware has them, by name: the compiler
-   is told not to contract anything else. */
+   partial sums in one order (sum16: of lanes 8 apart, then 4, 2 and 1 apart). Multiply-adds are fused wherever the
+   hardware has them, by name: the compiler is told not to contract anything else. */
 #ifndef HEADRACE_SIMD_H
 #define HEADRACE_SIMD_H
 
@@ -102,6 +102,12 @@ INLINE vi dot4(vi acc, vi w, const int8_t *x) {
     memcpy(&four, x, 4);
     return _mm512_dpbusd_epi32(acc, w, _mm512_set1_epi32(four));
 }
+INLINE float sum16(const vf *parts) {
+    __m256 a = _mm256_add_ps(_mm512_castps512_ps256(parts[0]), _mm512_extractf32x8_ps(parts[0], 1));
+    __m128 b = _mm_add_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
+    b = _mm_add_ps(b, _mm_movehl_ps(b, b));
+    return _mm_cvtss_f32(_mm_add_ss(b, _mm_shuffle_ps(b, b, 1)));
+}
 #define HAS_DOT4 1
 #define BYTES_CENTRE 128 /* what to take from a byte of 8 bits, since dot4 wants it unsigned */
 
@@ -167,6 +173,12 @@ INLINE float vf_largest(vf a) {
     b = _mm_max_ps(b, _mm_movehl_ps(b, b));
     return _mm_cvtss_f32(_mm_max_ss(b, _mm_shuffle_ps(b, b, 1)));
 }
+INLINE float sum16(const vf *parts) {
+    __m256 a = _mm256_add_ps(parts[0], parts[1]);
+    __m128 b = _mm_add_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
+    b = _mm_add_ps(b, _mm_movehl_ps(b, b));
+    return _mm_cvtss_f32(_mm_add_ss(b, _mm_shuffle_ps(b, b, 1)));
+}
 INLINE vi broadcast4(const int8_t *x) {
     int32_t four;
     memcpy(&four, x, 4);
@@ -193,16 +205,8 @@ INLINE vi vb_signed(vi a) { return _mm256_xor_si256(a, _mm256_set1_epi8((char)0x
 #include "simd_portable.h"
 #endif
 
-/* Sums and the maximum of 16 lanes held in 16 / VL vectors. */
+/* The maximum and sum of 16 lanes held in 16 / VL vectors, exact in any order. */
 #define PARTS (16 / VL)
-INLINE float sum16(const vf *parts) {
-    float lanes[16];
-    for (int i = 0; i < PARTS; i++) vf_store(lanes + i * VL, parts[i]);
-    for (int width = 8; width; width /= 2)
-        for (int i = 0; i < width; i++) lanes[i] += lanes[i + width];
-    return lanes[0];
-}
-/* Exact in any order. */
 INLINE float max16(const vf *parts) {
     vf a = parts[0];
     for (int i = 1; i < PARTS; i++) a = vf_max(a, parts[i]);

@@ -54,6 +54,10 @@ INLINE void vi_store_s8(int8_t *p, vi a) {
     for (int i = 0; i < 4; i++) p[i] = (int8_t)(a[i] > 127 ? 127 : a[i] < -128 ? -128 : a[i]);
 }
 INLINE vf vf_scale_by_power(vf a, vi n) { return a * (vf)((n + 127) << 23); }
+INLINE float sum16(const vf *parts) {
+    vf a = (parts[0] + parts[2]) + (parts[1] + parts[3]);
+    return (a[0] + a[2]) + (a[1] + a[3]);
+}
 INLINE vi vb_load(const uint8_t *p) { vi a; memcpy(&a, p, 16); return a; }
 INLINE vi vb_low(vi a, int mask) { return (vi)((bytes16)a & (uint8_t)mask); }
 INLINE vi vb_shift(vi a, int right) { return (vi)(right >= 0 ? (bytes16)a >> right : (bytes16)a << -right); }
