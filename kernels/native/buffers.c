@@ -83,14 +83,18 @@ void free_buffers(struct decoder *d) {
     free(d->made);
 }
 
+/* Rows together read keys and values once; where there are few, threads would lack pieces. */
+#define MANY_ROWS 64
+static int item_rows(int num_rows) { return num_rows < MANY_ROWS ? ATTENTION_ROWS / 2 : ATTENTION_ROWS; }
+
 void cut_spans(struct decoder *d) {
     const struct step *s = d->step;
     d->num_items = 0;
-    for (int span = 0; span < s->num_spans; span++)
-        for (int first = 0; first < s->spans[span].num_rows; first += ATTENTION_ROWS) {
-            int left = s->spans[span].num_rows - first;
-            d->items[d->num_items++] = (struct item){span, first, left < ATTENTION_ROWS ? left : ATTENTION_ROWS};
-        }
+    for (int span = 0; span < s->num_spans; span++) {
+        int rows = s->spans[span].num_rows, most = item_rows(rows);
+        for (int first = 0; first < rows; first += most)
+            d->items[d->num_items++] = (struct item){span, first, rows - first < most ? rows - first : most};
+    }
 }
 
 #define PIECES_A_THREAD 4

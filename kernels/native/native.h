@@ -183,7 +183,7 @@ void attend_part(const struct model *m, const struct layer *l, const struct step
 void attend_merge(const struct model *m, const struct step *step, const struct span *span, int first_row, int count,
                   int kv_head, const float *parts, int64_t stride, float *out, int64_t out_stride, float *scratch);
 
-#define ATTENTION_ROWS 8
+#define ATTENTION_ROWS 16 /* query rows that attention takes at most at once */
 
 static inline int64_t up_to(int64_t n, int64_t multiple) { return (n + multiple - 1) / multiple * multiple; }
 /* Where a slot's key begins in the cache, in numbers: see `struct layer`; dimensions are key_width apart. */
