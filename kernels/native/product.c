@@ -56,7 +56,14 @@ INLINE void load_group(const struct matrix *w, int64_t group, int lane, int bits
 INLINE vi dot(const vi *w, const int8_t *x, int first, int count, int bits) {
     vi total = vi_zero();
 #if HAS_DOT4
-    for (int v = first; v < first + count; v++) total = dot4(total, w[v], x + 4 * v);
+    vi b = vi_zero(), c = vi_zero(), d = vi_zero();
+    for (int v = first; v < first + count; v += 4) {
+        total = dot4(total, w[v], x + 4 * v);
+        b = dot4(b, w[v + 1], x + 4 * v + 4);
+        c = dot4(c, w[v + 2], x + 4 * v + 8);
+        d = dot4(d, w[v + 3], x + 4 * v + 12);
+    }
+    total = vi_add(vi_add(total, b), vi_add(c, d));
     (void)bits;
 #else
     /* As many vectors as fit in 16 bits together: 8 x 2 x 15 x 127 = 30480. */
