@@ -189,9 +189,10 @@ def _model(
 
     device = choose_device(asked.device, own.engine)
     source = model_source.resolve(common.model, common.cache_dir)
-    draft = draft_of(own, own.engine, _num_threads(own), common.cache_dir, device is not None)
+    draft = draft_of(own, own.engine, _num_threads(own), common.cache_dir)
     heads = heads_of(own, source.path, common.cache_dir)
-    more = draft or heads
+    limits = StepLimits(*own.most_in_a_step(device is not None), asked.gpu_memory_utilization)
+    options = DeviceOptions(asked.dtype, asked.enforce_eager, asked.deterministic)
     with tqdm(desc=f"Loading {source.name}", unit_scale=True, disable=None) as bar:
 
         def show(num_done: int, num_total: int) -> None:
@@ -202,14 +203,12 @@ def _model(
             own.engine, source.path, common.cache_dir,
             kv_cache_bytes=own.kv_cache_bytes or None, block_size=own.block_size,
             max_model_len=own.max_model_len or None, kv_cache_dtype=own.kv_cache_dtype, num_threads=_num_threads(own),
-            model_impl=own.model_impl, quantization=own.quantization, device=device,
-            limits=StepLimits(*own.most_in_a_step(device is not None), asked.gpu_memory_utilization),
-            options=DeviceOptions(asked.dtype, asked.enforce_eager, asked.deterministic),
-            needs_device=asked.device == "cuda", progress=show, draft_block_bytes=more.block_bytes() if more else 0,
+            model_impl=own.model_impl, quantization=own.quantization, device=device, limits=limits, options=options,
+            needs_device=asked.device == "cuda", progress=show, aside=draft or heads,
         )  # fmt: skip
     if heads is not None:
         return engine, validate, heads.load_if_possible(engine)
-    return engine, validate, draft.load(source, engine.info) if draft else None
+    return engine, validate, draft.load(source, engine.info, device, limits, options) if draft else None
 
 
 def _vocabulary(common: CommonSettings) -> Vocabulary:

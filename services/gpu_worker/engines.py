@@ -7,7 +7,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -18,7 +18,7 @@ from services.gpu_worker.cuda_graphs import CudaRecorder
 from services.gpu_worker.device import DeviceOptions
 from services.gpu_worker.engine import TorchEngine
 from services.gpu_worker.gpu_engine import DEFAULT_LIMITS, GpuEngine, StepLimits
-from services.gpu_worker.gpu_memory import CudaCard
+from services.gpu_worker.gpu_memory import NOTHING_BESIDE, Beside, CudaCard
 from services.gpu_worker.model.config import ConfigError, NotNativeError, NotOnGpuError, UnknownArchitectureError
 from services.gpu_worker.native_engine import NativeEngine
 from services.gpu_worker.weights.loader import Progress
@@ -27,6 +27,16 @@ log = logging.getLogger(__name__)
 
 
 AnyEngine = NativeEngine | TorchEngine | GpuEngine
+
+
+class Aside(Protocol):
+    """Who guesses beside a model: what it will take of memory, where the model computes on a CPU or on a GPU."""
+
+    def block_bytes(self) -> int:
+        """Of each block, on a CPU."""
+        ...
+
+    def on_card(self, device: torch.device, limits: StepLimits, options: DeviceOptions) -> Beside: ...
 
 
 def load_engine(
@@ -47,7 +57,7 @@ def load_engine(
     quantization: str = "none",
     progress: Progress | None = None,
     num_blocks: int | None = None,
-    draft_block_bytes: int = 0,
+    aside: Aside | None = None,
     say: Callable[[str], None] = log.info,
 ) -> AnyEngine:
     """kind: "native", "torch", or "auto": native unless that is impossible, here or for this model.
@@ -55,28 +65,32 @@ def load_engine(
     Libraries are kept in cache_dir/native. device: of the GPU engine, where that is to compute; needs_device: or none.
     limits: of its steps and memory. options: how it computes. model_impl: "headrace" for architectures that `families`
     describes, "transformers" for whatever can be computed with its code, "auto" for that where the architecture is not
-    described. num_blocks, of the pool, and draft_block_bytes are for engines on a CPU.
+    described. num_blocks: of the pool, where that is settled. aside: for whom memory is left.
 
     ConfigError if native ops are asked for and cannot be had; else as the engines' own `load`.
     """
     settings: dict[str, Any] = {
         "kv_cache_bytes": kv_cache_bytes, "block_size": block_size, "max_model_len": max_model_len,
-        "kv_cache_dtype": kv_cache_dtype, "quantization": quantization, "progress": progress,
+        "kv_cache_dtype": kv_cache_dtype, "quantization": quantization, "progress": progress, "num_blocks": num_blocks,
     }  # fmt: skip
     options = options or DeviceOptions()
-    cpu_settings = settings | {"num_blocks": num_blocks, "draft_block_bytes": draft_block_bytes}
+
+    def cpu_settings() -> dict[str, Any]:
+        return settings | {"draft_block_bytes": aside.block_bytes() if aside else 0}
+
     ours_alone = kind == "native" or needs_device
     if model_impl != "transformers":
         try:
             on_device = None
             if device is not None and kind == "auto":
                 torch.set_num_threads(num_threads)  # weights are converted by them
-                on_device = _on_device(model, device, needs_device, limits, options, settings)
+                beside = aside.on_card(device, limits, options) if aside else NOTHING_BESIDE
+                on_device = _on_device(model, device, needs_device, limits, options, settings | {"beside": beside})
                 if on_device is not None and device.type == "cuda":
                     torch.set_num_threads(1)  # what is left for a CPU is small, and others' cores
             if on_device is None:
                 options.check_on_cpu()
-            return on_device or _on_cpu(kind, model, cache_dir, num_threads, say, cpu_settings)
+            return on_device or _on_cpu(kind, model, cache_dir, num_threads, say, cpu_settings())
         except UnknownArchitectureError as e:
             if model_impl == "headrace" or ours_alone:
                 raise
@@ -84,7 +98,7 @@ def load_engine(
     elif ours_alone:
         raise ConfigError("model_impl: transformers computes with torch on a CPU")
     options.check_on_cpu()
-    return TorchEngine.load(model, num_threads=num_threads, model_impl="transformers", **cpu_settings)
+    return TorchEngine.load(model, num_threads=num_threads, model_impl="transformers", **cpu_settings())
 
 
 def _on_device(

@@ -26,7 +26,7 @@ from services.gpu_worker.device import computed_types
 from services.gpu_worker.device_sampler import PendingTokens, draw, needs_history
 from services.gpu_worker.engine import USEFUL_CONTEXTS, context_length, memory_errors
 from services.gpu_worker.gpu_inputs import DeviceInputs, build_inputs, upload
-from services.gpu_worker.gpu_memory import Budget, Card
+from services.gpu_worker.gpu_memory import NOTHING_BESIDE, Beside, Budget, Card
 from services.gpu_worker.kv_pool import block_bytes, num_blocks_for
 from services.gpu_worker.model.config import ModelConfig
 from services.gpu_worker.model.gpu_decoder import GpuDecoder
@@ -55,7 +55,7 @@ DEFAULT_LIMITS = StepLimits(512, 64, 0.9)
 
 
 def largest_step(engine: GpuEngine, limits: StepLimits) -> None:
-    """As many tokens, samples and scores of prompts as may be, of the longest sequences; the engine's only block takes
+    """As many tokens, samples and scores of prompts as may be, of the longest sequences; the engine's first block takes
     what they store."""
     info = engine.info
     params = SamplingParams(
@@ -134,11 +134,14 @@ class GpuEngine:
         recorder: Recorder | None = None,
         fast: bool = False,
         progress: Progress | None = None,
+        num_blocks: int | None = None,
+        beside: Beside = NOTHING_BESIDE,
     ) -> GpuEngine:
         """ValueError (ConfigError, WeightsError, GGUFError) if the model cannot be served as asked.
 
         dtype auto is bfloat16, and float32 where the device is the CPU; the cache's is what is computed in. card: where
         there is one, what weights and a step leave of it is the pool's, unless kv_cache_bytes says how large that is.
+        beside: what others will take of it, and of each block. num_blocks: for such another, to whom memory was left.
         recorder: of graphs, with which decoding steps are launched at once. fast: libraries multiply many rows, and
         tiles of attention are as large as rows make worth while; a row's numbers may then depend on how many there are.
         """
@@ -146,9 +149,10 @@ class GpuEngine:
         source = open_source(model, quantization)
         config = source.config
         length = context_length(config, max_model_len, windows=True)
-        budget = None if card is None else Budget(card.total_bytes, card.free_bytes(), limits.memory_share)
-        if budget is not None:
-            budget.check_weights(outline(model, quantization).device_bytes(computed))
+        budget = None
+        if card is not None and num_blocks is None:
+            budget = Budget(card.total_bytes, card.free_bytes(), limits.memory_share)
+            budget.check_weights(outline(model, quantization).device_bytes(computed) + beside.weight_bytes)
         decoder = _decoder(source, LibraryOnDevice if fast else OnDevice, device, computed, length, progress)
         identity = f"{source.identity}-{length}" if config.rope.kind == "longrope" else source.identity
         variant = gpu_variant(identity, device, block_size=block_size, dtype=computed, kv_dtype=kv_dtype, fast=fast)
@@ -160,20 +164,20 @@ class GpuEngine:
             )  # fmt: skip
             info = EngineInfo(variant, config.vocab_size, length, block_size, num_blocks, kind_of(device))
             caches = _caches(config, num_blocks, block_size, kv_dtype, device)
-            graphs = None
-            if recorder is not None:
-                graphs = DecodeGraphs(
-                    partial(decoder.forward, caches=caches), recorder, device, block_size=block_size,
-                    max_num_seqs=limits.max_num_seqs, max_model_len=length,
-                )  # fmt: skip
+            graphs = (
+                None if recorder is None else _graphs(decoder, caches, recorder, device, block_size, limits, length)
+            )
             larger_tiles = fast and computed != torch.float32 and config.latent is None  # those of latents are alike
             return cls(decoder, caches, geometry, info, device, graphs, larger_tiles)
 
-        size, most_useful = block_bytes(config, block_size, kv_dtype), USEFUL_CONTEXTS * -(-length // block_size)
-        if card is None or budget is None:
-            return with_pool(num_blocks_for(kv_cache_bytes, size, most_useful))
+        size = block_bytes(config, block_size, kv_dtype) + beside.block_bytes
+        most_useful = USEFUL_CONTEXTS * -(-length // block_size)
+        if card is None:
+            return with_pool(num_blocks or num_blocks_for(kv_cache_bytes, size, most_useful))
+        if budget is None:
+            return _tried(with_pool(num_blocks or 1), limits)
         run = partial(largest_step, with_pool(1), limits)
-        return with_pool(_num_blocks(card, budget, run, kv_cache_bytes, size, most_useful))
+        return with_pool(_num_blocks(card, budget, run, beside, kv_cache_bytes, size, most_useful))
 
     def step(self, chunks: Seq[Chunk]) -> list[Drawn]:
         """As `Engine.step`. SequenceError, before anything is computed, for a chunk that cannot be; and after, for a
@@ -184,6 +188,15 @@ class GpuEngine:
         """As `OverlappingEngine.begin`."""
         self._before = self._begin(chunks, self._before)
         return self._before
+
+    def sample_logits(self, chunks: Seq[Chunk]) -> tuple[tuple[int, ...], torch.Tensor]:
+        """As `vocab_map.LogitsEngine`, on the device."""
+        inputs, sample_chunks = build_inputs(chunks, self._geometry, fast=self._fast, tables=self._tables)
+        with torch.inference_mode(), memory_errors():
+            logits = self._logits(inputs, None)
+            if self._graphs is not None:
+                self._graphs.record_due()
+        return sample_chunks, logits
 
     def logits(self, chunk: Chunk, first: int) -> torch.Tensor:
         """Of the chunk's rows from `first` on, float32 [rows, vocab_size] on the host; its KV is written."""
@@ -220,6 +233,12 @@ class GpuEngine:
         return logits
 
 
+def _tried(engine: GpuEngine, limits: StepLimits) -> GpuEngine:
+    """Most kernels are compiled then, and the memory is there."""
+    largest_step(engine, limits)
+    return engine
+
+
 def _decoder(
     source: WeightSource, placement: type[OnDevice], device: torch.device, dtype: torch.dtype, length: int,
     progress: Progress | None,
@@ -227,6 +246,16 @@ def _decoder(
     with torch.inference_mode(), memory_errors():
         weights = load_weights(source, progress, placement(device, dtype))
         return GpuDecoder(source.config, weights, length)
+
+
+def _graphs(
+    decoder: GpuDecoder, caches: tuple[KvCache, ...], recorder: Recorder, device: torch.device, block_size: int,
+    limits: StepLimits, length: int,
+) -> DecodeGraphs:  # fmt: skip
+    return DecodeGraphs(
+        partial(decoder.forward, caches=caches), recorder, device, block_size=block_size,
+        max_num_seqs=limits.max_num_seqs, max_model_len=length,
+    )  # fmt: skip
 
 
 def _caches(
@@ -242,13 +271,14 @@ def _caches(
 
 
 def _num_blocks(
-    card: Card, budget: Budget, run: Callable[[], None], kv_cache_bytes: int | None, block_bytes: int, most_useful: int
-) -> int:
+    card: Card, budget: Budget, run: Callable[[], None], beside: Beside, kv_cache_bytes: int | None, block_bytes: int,
+    most_useful: int,
+) -> int:  # fmt: skip
     """run: the largest step. It is run in any case, since it compiles most kernels."""
-    step = card.peak_bytes(run)
+    step = card.peak_bytes(run) + beside.step_bytes
     if kv_cache_bytes is not None:
         return num_blocks_for(kv_cache_bytes, block_bytes, most_useful)
-    taken = budget.free - card.free_bytes()
+    taken = budget.free - card.free_bytes() + beside.weight_bytes
     num_blocks = budget.num_blocks(taken=taken, step=step, block_bytes=block_bytes, most_useful=most_useful)
     if budget.shortened:
         log.warning("%s", budget.shortened)

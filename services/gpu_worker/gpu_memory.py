@@ -48,6 +48,19 @@ class CudaCard:
 
 
 @dataclass(frozen=True, slots=True)
+class Beside:
+    """What guesses beside a model takes: bytes of weights, of its largest step, with what is kept for it to read, and
+    of each block."""
+
+    weight_bytes: int
+    step_bytes: int
+    block_bytes: int
+
+
+NOTHING_BESIDE = Beside(0, 0, 0)
+
+
+@dataclass(frozen=True, slots=True)
 class Budget:
     """Bytes: of the card, free when the worker began; share: of the card that it may use."""
 

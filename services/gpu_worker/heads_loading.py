@@ -7,11 +7,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+import torch
+
 from services.gpu_worker.batch import Engine
+from services.gpu_worker.device import DeviceOptions
+from services.gpu_worker.gpu_engine import StepLimits
+from services.gpu_worker.gpu_memory import NOTHING_BESIDE, Beside
 from services.gpu_worker.model.config import ConfigError
 from services.gpu_worker.model.native_decoder import block_bytes
 from services.gpu_worker.native_engine import NativeEngine
-from services.gpu_worker.planning import Beside, Limits, head_step_bytes
+from services.gpu_worker.planning import Limits, head_step_bytes
 from services.gpu_worker.speculative.head_config import (
     EagleConfig,
     MedusaConfig,
@@ -69,6 +74,10 @@ class Heads:
         layer = drafting_layer(config)
         step = head_step_bytes(layer, limits, len(config.tap_layers), MAX_KEPT_ROWS)
         return Beside(weights, step, self.block_bytes())
+
+    def on_card(self, device: torch.device, limits: StepLimits, options: DeviceOptions) -> Beside:
+        """Nothing guesses there."""
+        return NOTHING_BESIDE
 
     def fit(self) -> bool:
         """By their configuration and the model's."""

@@ -6,7 +6,7 @@ it is a setting, or a share of the memory that is available.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil
 
 import torch
@@ -17,10 +17,11 @@ from kernels.packed_weight import TILE_ROWS, packed_bytes
 from services.gpu_worker.composer import MAX_SCORES
 from services.gpu_worker.device import computed_types
 from services.gpu_worker.engine import USEFUL_CONTEXTS, context_length
-from services.gpu_worker.gpu_memory import Budget
+from services.gpu_worker.gpu_memory import NOTHING_BESIDE, Beside, Budget
 from services.gpu_worker.kv_pool import block_bytes, cache_dtype, num_blocks_for
 from services.gpu_worker.model import native_decoder
 from services.gpu_worker.model.config import ModelConfig, NotNativeError
+from services.gpu_worker.speculative.model_speculator import MAX_CATCH_UP_TOKENS
 from services.gpu_worker.weights.native_loader import refuse_unknown
 from services.gpu_worker.weights.outline import Outline
 
@@ -69,16 +70,6 @@ class Plan:
         return concurrency * ceil(context / self.block_size) * self.block_bytes
 
 
-@dataclass(frozen=True, slots=True)
-class Beside:
-    """What heads that draft take beside a model: weights, a step's largest buffers with what is kept for the heads to
-    read, and of each block."""
-
-    weight_bytes: int
-    step_bytes: int
-    block_bytes: int
-
-
 def cpu_engine(config: ModelConfig, asked: str, limits: Limits) -> str:
     """What `engines.load_engine` would choose where there is a compiler."""
     if asked == "torch" or limits.kv_cache_dtype not in native_decoder.KV_DTYPES:
@@ -120,20 +111,35 @@ def plan_cpu(
     return _plan(kind, outline, length, weights, step, limits, size, num_blocks)
 
 
-def plan_card(outline: Outline, limits: Limits, memory_bytes: int) -> Plan:
+def plan_card(outline: Outline, limits: Limits, memory_bytes: int, beside: Beside = NOTHING_BESIDE) -> Plan:
     """A plan of 0 blocks where the weights alone are too many. ValueError as the GPU engine."""
     config = outline.config
     length = context_length(config, limits.max_model_len, windows=True)
     computed, kv_dtype = computed_types(torch.device("cuda"), limits.dtype, limits.kv_cache_dtype)
-    size = block_bytes(config, limits.block_size, kv_dtype)
+    size = block_bytes(config, limits.block_size, kv_dtype) + beside.block_bytes
     most_useful = USEFUL_CONTEXTS * -(-length // limits.block_size)
-    weights = outline.device_bytes(computed)
-    step = _card_step_bytes(config, limits, length, computed.itemsize)
+    weights = outline.device_bytes(computed) + beside.weight_bytes
+    step = _card_step_bytes(config, limits, length, computed.itemsize) + beside.step_bytes
     budget = Budget(memory_bytes, memory_bytes, limits.memory_share)
     num_blocks = budget.room(taken=weights, step=step, block_bytes=size, most_useful=most_useful)
     if num_blocks and limits.kv_cache_bytes is not None:
         num_blocks = num_blocks_for(limits.kv_cache_bytes, size, most_useful)
     return _plan("card", outline, length, weights, step, limits, size, num_blocks)
+
+
+def draft_beside(outline: Outline, limits: Limits, device: torch.device) -> Beside:
+    """A model that guesses for another on a GPU: it reads no more at once than it may to catch up."""
+    config = outline.config
+    length = min(limits.max_model_len or config.max_position_embeddings, config.max_position_embeddings)
+    computed, kv_dtype = computed_types(device, limits.dtype, limits.kv_cache_dtype)
+    own = replace(limits, max_num_batched_tokens=draft_tokens(limits.max_num_batched_tokens, limits.max_num_seqs))
+    step = _card_step_bytes(config, own, length, computed.itemsize)
+    return Beside(outline.device_bytes(computed), step, block_bytes(config, limits.block_size, kv_dtype))
+
+
+def draft_tokens(max_num_batched_tokens: int, max_num_seqs: int) -> int:
+    """Of a draft model's largest step, for a served one with such steps."""
+    return min(max_num_batched_tokens, MAX_CATCH_UP_TOKENS + max_num_seqs)
 
 
 def _plan(engine: str, outline: Outline, length: int, weights: int, step: int, limits: Limits, size: int,

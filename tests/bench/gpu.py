@@ -2,10 +2,10 @@
 
 Ceilings of the card, measured here; each op's error against float64 and its time as a part of what the ceilings allow,
 and others' times for the same; decoding and prefill of a model of random weights, in bfloat16, FP8 and 4 bits; that a
-sequence's tokens are the same alone as among others; what verifying drafts costs; the default model with speculation
-and without, and with the services around it. Results go to FOLDER/gpu.json and gpu.md, a table is printed last. What
-has not begun when `--minutes` are over is left out, and said to be. `--tiny` runs all of it at sizes that say nothing,
-also where there is no GPU, so that it cannot rot.
+sequence's tokens are the same alone as among others; what verifying drafts costs; that tokens are those without,
+whoever guesses; the default model with speculation and without, and with the services around it. Results go to
+FOLDER/gpu.json and gpu.md, a table is printed last. What has not begun when `--minutes` are over is left out, and said
+to be. `--tiny` runs all of it at sizes that say nothing, also where there is no GPU, so that it cannot rot.
 """
 
 from __future__ import annotations
@@ -37,8 +37,11 @@ from services.gpu_worker.model.config import LayerKind, ModelConfig
 from services.gpu_worker.model.gpu_decoder import GpuDecoder
 from services.gpu_worker.model.layers import DecoderWeights, FeedForwardWeights, LayerWeights, Norm
 from services.gpu_worker.weights.on_device import DeviceLinear, DeviceTable
+from shared import model_source
+from shared.model_source import default_cache_dir
 from shared.protocol import SamplingParams
-from tests.bench import gpu_others, gpu_serving
+from shared.settings import CommonSettings
+from tests.bench import gpu_others, gpu_serving, gpu_speculation
 from tests.bench.gpu_cases import CARD, TINY, Sizes, cases
 from tests.gpu_worker.tiny_models import save
 
@@ -284,6 +287,10 @@ def collected(sections: Seq[tuple[str, Callable[[], Iterable[Row]]]], minutes: f
 def _sections(bench: Bench, tiny: bool, model: str, scratch: Path) -> list[tuple[str, Callable[[], Iterable[Row]]]]:
     worker, server = {"device": "cuda"} | ({"model": model} if model else {}), {}
     load, timeout_s = ((4, 8), 100.0) if tiny else ((16, 256), 150.0)
+
+    def served() -> Path:
+        return scratch if tiny else model_source.resolve(model or CommonSettings().model, default_cache_dir()).path
+
     if tiny:
         save("llama", scratch)
         worker, server = {"device": "cpu", "engine": "torch", "model": str(scratch)}, {"engine": "scripted"}
@@ -292,6 +299,7 @@ def _sections(bench: Bench, tiny: bool, model: str, scratch: Path) -> list[tuple
         ("ops", bench.ops),
         ("others", bench.others),
         *((f"{bits}-bit weights", partial(bench.model, bits)) for bits in (16, 4, 8)),
+        ("guesses", lambda: gpu_speculation.rows(served(), bench.device, *((3, 6) if tiny else (8, 64)), scratch)),
         ("speculation", partial(gpu_serving.speculation, worker, load, timeout_s)),
         ("stack", partial(gpu_serving.stack, server or worker, load, timeout_s)),
     ]

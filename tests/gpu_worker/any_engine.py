@@ -1,4 +1,4 @@
-"""Both engines behind one face, for tests that hold for either."""
+"""Engines behind one face, for tests that hold for any."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch
 
 from services.gpu_worker.batch import Chunk
 from services.gpu_worker.engine import TorchEngine
+from services.gpu_worker.gpu_engine import GpuEngine
 from services.gpu_worker.native_engine import NativeEngine
 from services.gpu_worker.native_inputs import build_native_inputs
 from services.gpu_worker.step_inputs import build_step_inputs
@@ -29,6 +30,11 @@ def load_native(path: Path, **settings: Any) -> NativeEngine:
     """Skips the test where there is no compiler."""
     with torch_threads(1):
         return NativeEngine.load(path, best_library(), num_threads=1, **settings)
+
+
+def load_gpu(path: Path, **settings: Any) -> GpuEngine:
+    """On the CPU: with kernels' specifications, or, where Triton interprets, with the kernels."""
+    return GpuEngine.load(path, torch.device("cpu"), **settings)
 
 
 def last_logits(engine: AnyEngine, texts: list[list[int]], chunk: int = 13) -> torch.Tensor:

@@ -15,10 +15,11 @@ from kernels.packed_weight import PackedWeight, packed_bytes
 from services.gpu_worker.commands import plan as command
 from services.gpu_worker.engine import TorchEngine
 from services.gpu_worker.gpu_engine import GpuEngine, StepLimits
+from services.gpu_worker.gpu_memory import Beside
 from services.gpu_worker.heads_loading import Heads
 from services.gpu_worker.model.parameters import parameters
 from services.gpu_worker.native_engine import NativeEngine
-from services.gpu_worker.planning import Limits, plan_card, plan_cpu
+from services.gpu_worker.planning import Limits, draft_beside, plan_card, plan_cpu
 from services.gpu_worker.speculative.head_proposer import MAX_KEPT_ROWS
 from services.gpu_worker.speculative.medusa_proposer import MedusaProposer
 from services.gpu_worker.weights.loader import open_source
@@ -67,6 +68,22 @@ def test_a_draft_model_is_counted_as_its_engine_holds_it(tmp_path: Path) -> None
     assert both.step_bytes == alone.step_bytes + other.step_bytes
     assert both.block_bytes == alone.block_bytes + other.block_bytes
     assert both.num_blocks == (2 << 20) // both.block_bytes < min(alone.num_blocks, other.num_blocks)
+
+
+def test_a_draft_model_on_a_card_is_counted_with_what_it_may_read_at_once(tmp_path: Path) -> None:
+    save("llama", tmp_path / "a")
+    save("qwen3", tmp_path / "b")
+    target, draft = (outline(tmp_path / name) for name in "ab")
+    beside = draft_beside(draft, CARD_LIMITS, torch.device("cuda"))
+    alone, other, both = (
+        plan_card(o, CARD_LIMITS, 4 << 30, each) for o, each in ((target, Beside(0, 0, 0)), (draft, Beside(0, 0, 0)),
+                                                               (target, beside))
+    )  # fmt: skip
+    assert both.weight_bytes == alone.weight_bytes + other.weight_bytes
+    assert both.step_bytes == alone.step_bytes + other.step_bytes
+    assert both.block_bytes == alone.block_bytes + other.block_bytes
+    long = draft_beside(draft, dataclasses.replace(CARD_LIMITS, max_num_batched_tokens=8192), torch.device("cuda"))
+    assert beside.step_bytes <= long.step_bytes < 2 * beside.step_bytes, "a draft model reads no long prompt at once"
 
 
 @pytest.mark.parametrize("kind", ["eagle3", "eagle", "medusa"])

@@ -18,7 +18,7 @@ from services.gpu_worker.commands.bench_load import EngineBench, Result, request
 from services.gpu_worker.composer import Budget
 from services.gpu_worker.device import DeviceOptions, choose_device
 from services.gpu_worker.draft_loading import draft_of
-from services.gpu_worker.drafters import make_drafter
+from services.gpu_worker.drafters import Guesser, make_drafter
 from services.gpu_worker.engines import load_engine
 from services.gpu_worker.gpu_engine import StepLimits
 from services.gpu_worker.heads_loading import heads_of
@@ -72,17 +72,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     kind = args.engine or own.engine
     device = choose_device(asked.device, kind)
     source = model_source.resolve(args.model or common.model, common.cache_dir)
-    draft = draft_of(own, kind, threads, common.cache_dir, device is not None)
+    draft = draft_of(own, kind, threads, common.cache_dir)
     heads = heads_of(own, source.path, common.cache_dir)
-    more = draft or heads
+    limits = StepLimits(*own.most_in_a_step(device is not None), asked.gpu_memory_utilization)
+    options = DeviceOptions(asked.dtype, asked.enforce_eager, asked.deterministic)
     engine = load_engine(
         kind, source.path, common.cache_dir,
         kv_cache_bytes=own.kv_cache_bytes or None, block_size=own.block_size,
         kv_cache_dtype=own.kv_cache_dtype, quantization=own.quantization, num_threads=threads,
-        device=device, needs_device=asked.device == "cuda",
-        limits=StepLimits(*own.most_in_a_step(device is not None), asked.gpu_memory_utilization),
-        options=DeviceOptions(asked.dtype, asked.enforce_eager, asked.deterministic),
-        model_impl=own.model_impl, draft_block_bytes=more.block_bytes() if more else 0,
+        device=device, needs_device=asked.device == "cuda", limits=limits, options=options,
+        model_impl=own.model_impl, aside=draft or heads,
     )  # fmt: skip
     lengths = [args.max_tokens]
     if args.min_tokens:
@@ -94,7 +93,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     overlap = device is not None or leaves_one_free(threads) if args.overlap is None else args.overlap
     max_step_s = own.max_step_ms / 1000
     config = speculative_config.parse(own.speculative_config)
-    guesser = heads.load_if_possible(engine) if heads else draft.load(source, engine.info) if draft else None
+    guesser: Guesser | None = draft.load(source, engine.info, device, limits, options) if draft else None
+    guesser = heads.load_if_possible(engine) if heads else guesser
     drafter = make_drafter(config, engine, guesser, max_step_s)
     bench = EngineBench(engine, budget, max_step_s, overlap=overlap, drafter=drafter)
     bench.run(requests(2, 16, [4], engine.info.vocab_size, args.seed), 2, "continuous")  # warm-up

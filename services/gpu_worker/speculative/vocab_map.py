@@ -8,18 +8,21 @@ another one, which makes what it guesses behind it worse, and nothing wrong.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
 
-from services.gpu_worker.batch import Chunk, Drawn, Engine
+from services.gpu_worker.batch import Chunk, Drawn, Engine, SampledToken
 from services.gpu_worker.model.config import ConfigError
-from services.gpu_worker.sampler import sample
+from services.gpu_worker.sampler import Draw, sample
 from services.gpu_worker.speculative.verify import draws_of
 from shared.vocabulary import Vocabulary
 
+CPU = torch.device("cpu")
+DrawTokens = Callable[[torch.Tensor, Seq[Draw]], Seq[SampledToken | None]]  # None where logits are not finite
 MIN_SHARE = 0.5  # of the draft model's tokens
 
 
@@ -60,21 +63,25 @@ class LogitsEngine(Engine, Protocol):
 
 
 class MappedEngine:
-    """An engine of the target's vocabulary on one of another."""
+    """An engine of the target's vocabulary on one of another. device: where its logits are, of which draw draws."""
 
-    def __init__(self, engine: LogitsEngine, mapped: VocabMap) -> None:
+    def __init__(
+        self, engine: LogitsEngine, mapped: VocabMap, device: torch.device = CPU, draw: DrawTokens = sample
+    ) -> None:
         self.info = replace(engine.info, vocab_size=len(mapped.draft_ids))
         self._engine = engine
+        self._device = device
+        self._draw = draw
         self._draft_ids = mapped.draft_ids
-        self._places, self._sources = torch.tensor(mapped.shared, dtype=torch.int64).T
+        self._places, self._sources = torch.tensor(mapped.shared, dtype=torch.int64).T.to(device)
 
     def step(self, chunks: Seq[Chunk]) -> list[Drawn]:
         numbers, logits = self._engine.sample_logits([self._translated(c) for c in chunks])
-        rows = torch.full((len(numbers), self.info.vocab_size), -torch.inf)
+        rows = torch.full((len(numbers), self.info.vocab_size), -torch.inf, device=self._device)
         rows[:, self._places] = logits[:, self._sources]
         drawn: list[Drawn] = [()] * len(chunks)
-        for number, token in zip(numbers, sample(rows, draws_of(chunks, numbers)), strict=True):
-            drawn[number] = (token,)
+        for number, token in zip(numbers, self._draw(rows, draws_of(chunks, numbers)), strict=True):
+            drawn[number] = () if token is None else (token,)
         return drawn
 
     def _translated(self, chunk: Chunk) -> Chunk:

@@ -1,0 +1,77 @@
+"""Who guesses on a GPU, with every kernel in Triton's interpreter: tokens are those without, whatever is guessed."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from services.gpu_worker.batch import Engine
+from services.gpu_worker.composer import Budget
+from services.gpu_worker.engine_thread import EngineLoop
+from services.gpu_worker.gpu_engine import GpuEngine
+from services.gpu_worker.running_set import RunningSet
+from services.gpu_worker.sampler import validate
+from services.gpu_worker.speculative.batch_proposer import BatchProposer
+from services.gpu_worker.speculative.counts import Counts
+from services.gpu_worker.speculative.draft_model import DraftModel
+from services.gpu_worker.speculative.model_speculator import ModelSpeculator
+from shared.protocol import TokenChunk
+from shared.speculative_config import SpeculativeConfig
+from tests.gpu_worker.any_engine import load_gpu
+from tests.gpu_worker.engine_loops import run_joining, told_of
+from tests.gpu_worker.tiny_models import prompts, save
+from tests.interpreter import import_triton, interpret
+
+if importlib.util.find_spec("triton") is None:
+    pytest.skip("Triton is not installed", allow_module_level=True)
+import_triton()
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(300),
+    pytest.mark.filterwarnings("ignore:overflow:RuntimeWarning"),  # numpy's, of words that shall wrap
+]
+CONFIG = SpeculativeConfig(method="draft_model", model="x", num_speculative_tokens=2)
+SMALL = {"num_hidden_layers": 1, "vocab_size": 64}
+PARAMS: list[dict[str, Any]] = [
+    {}, {"temperature": 1.2, "seed": 7, "top_p": 0.9, "repetition_penalty": 1.2, "logprobs": 1},
+]  # fmt: skip
+NUM_OUTPUT = 6
+
+
+def run(engine: Engine, proposer: BatchProposer | None, numbers: list[int]) -> tuple[list[TokenChunk], Counts, int]:
+    """The texts with these numbers together; no time passes, so as much is guessed as may be. And how many steps."""
+    drafter = ModelSpeculator(CONFIG, proposer, lambda: 0.0) if proposer else None
+    loop = EngineLoop(engine, RunningSet(engine.info, Budget(64, 48, 16), validate, drafter), overlap=False,
+                      clock=lambda: 0.0)  # fmt: skip
+    texts = prompts(len(PARAMS), seed=4, low=5, high=12, vocab_size=SMALL["vocab_size"])
+    blocks = [range(8 * n, 8 * n + 8) for n in numbers]
+    run_joining(loop, [texts[n] for n in numbers], [PARAMS[n] for n in numbers], blocks, NUM_OUTPUT)
+    if drafter is not None:
+        assert drafter._num_failures == 0
+    counts = drafter.counts[CONFIG.method] if drafter else Counts()
+    return told_of(loop.running, len(numbers)), counts, loop.num_steps
+
+
+def check(engine: GpuEngine, proposer: BatchProposer) -> Counts:
+    """Of one alone, without guesses, and of two together, with them."""
+    want, _, _ = run(engine, None, [1])
+    got, counts, _ = run(engine, proposer, [0, 1])
+    assert got[1].ids == want[0].ids and counts.num_draft_tokens >= 4
+    return counts
+
+
+@pytest.mark.parametrize("seed", [0, 5], ids=["right", "wrong"])
+def test_a_draft_models_guesses_change_no_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+    save("llama", tmp_path / "target", **SMALL)
+    save("llama", tmp_path / "draft", seed=seed, **SMALL)
+    interpret(monkeypatch)
+    engine = load_gpu(tmp_path / "target", kv_cache_bytes=1 << 20, block_size=8)
+    draft = load_gpu(tmp_path / "draft", block_size=8, num_blocks=engine.info.num_blocks)
+    counts = check(engine, DraftModel(draft, clock=lambda: 0.0))
+    if seed == 0:
+        assert counts.accepted.total() >= counts.num_draft_tokens - 2, "but for those behind an end"
+    else:
+        assert counts.accepted.total() < counts.num_draft_tokens
