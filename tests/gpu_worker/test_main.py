@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import signal
 import sys
@@ -66,3 +67,21 @@ def _open_if_read(pipe: Path) -> int | None:
         return os.open(pipe, os.O_WRONLY | os.O_NONBLOCK)
     except OSError:
         return None
+
+
+def test_what_is_loaded_is_never_searched_for_garbage() -> None:
+    def load(fails: bool) -> list[object]:
+        with main._uncollected():
+            assert not gc.isenabled()
+            if fails:
+                raise main.ModelFailure("the file is short")
+            return [[]]
+
+    try:
+        loaded = load(fails=False)
+        assert gc.isenabled() and not any(known is loaded for known in gc.get_objects())
+    finally:
+        gc.unfreeze()
+    with pytest.raises(main.ModelFailure):
+        load(fails=True)
+    assert gc.isenabled() and gc.get_freeze_count() == 0
