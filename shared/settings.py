@@ -225,8 +225,8 @@ class WorkerSettings(Section):
         "none", "what matrices stored as floats become while they are loaded"
     )
     speculative_config: Annotated[str, AfterValidator(speculation.check)] = _setting(
-        speculation.OFF,
-        'speculative decoding: none, or JSON such as {"method": "suffix"}',
+        speculation.AUTO,
+        'speculative decoding: auto (by what pays, where native kernels compute), none, or JSON: {"method": "suffix"}',
     )
 
     def most_in_a_step(self, on_card: bool) -> tuple[int, int]:

@@ -1,4 +1,4 @@
-"""What `--speculative-config` says: JSON with vLLM's names. *Pure.*"""
+"""What `--speculative-config` says: a word, or JSON with vLLM's names. *Pure.*"""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+AUTO = "auto"  # the default: the method of that name, where it was shown not to cost
 OFF = "none"
 HEADS = ("medusa", "eagle", "eagle3")
 MODELS = ("draft_model", *HEADS)
@@ -52,16 +53,19 @@ class SpeculativeConfig(BaseModel):
         return fields
 
 
-def parse(text: str) -> SpeculativeConfig | None:
-    """None for "none". ValueError names the key that is wrong."""
+def parse(text: str, *, is_native: bool) -> SpeculativeConfig | None:
+    """For an engine, native or not: None for "none", and for "auto" where it is not. ValueError names the key that is
+    wrong."""
     if text == OFF:
         return None
+    if text == AUTO:
+        return SpeculativeConfig(method="auto") if is_native else None
     try:
         fields = json.loads(text)
     except ValueError:
         fields = None
     if not isinstance(fields, dict):
-        raise ValueError(f'must be {OFF} or a JSON object like {{"method": "suffix"}}')
+        raise ValueError(f'must be {AUTO}, {OFF} or a JSON object like {{"method": "suffix"}}')
     try:
         return SpeculativeConfig.model_validate(fields)
     except ValidationError as e:
@@ -69,7 +73,7 @@ def parse(text: str) -> SpeculativeConfig | None:
 
 
 def check(text: str) -> str:
-    parse(text)
+    parse(text, is_native=True)
     return text
 
 

@@ -25,7 +25,7 @@ from services.gpu_worker import scripted_engine
 from services.gpu_worker.admission import Validate
 from services.gpu_worker.batch import Engine
 from services.gpu_worker.composer import Budget
-from services.gpu_worker.drafters import AnySpeculator, Guesser, make_drafter
+from services.gpu_worker.drafters import AnySpeculator, Guesser, drafter_of
 from services.gpu_worker.failures import EngineBroken, OutOfMemory, WorkerFailure
 from services.gpu_worker.fleet_link import FleetLink
 from services.gpu_worker.grammar import Grammars
@@ -163,9 +163,8 @@ def _load(common: CommonSettings, own: WorkerSettings, device: DeviceSettings, s
 
 
 def _measure(engine: Engine, draft: Guesser | None, own: WorkerSettings) -> tuple[StepCost, AnySpeculator | None]:
-    config = speculative_config.parse(own.speculative_config)
     try:
-        return measure(engine), make_drafter(config, engine, draft, own.max_step_ms / 1000)
+        return measure(engine), drafter_of(own, engine, draft)
     except MemoryError:
         raise
     except Exception as e:
@@ -179,7 +178,7 @@ def _scripted(own: WorkerSettings, scripted: ScriptedSettings) -> tuple[Engine, 
         token_s=scripted.scripted_token_ms / 1000, crash_on=scripted.scripted_crash_on.encode(),
         hang_on=scripted.scripted_hang_on.encode(), raise_on=scripted.scripted_raise_on.encode(),
     )  # fmt: skip
-    config, info, draft = speculative_config.parse(own.speculative_config), engine.info, None
+    config, info, draft = speculative_config.parse(own.speculative_config, is_native=False), engine.info, None
     if (
         config is not None and config.method == "draft_model"
     ):  # whose guesses are right; prompts that ask for the worst are not its own
@@ -194,16 +193,14 @@ def _model(
     common: CommonSettings, own: WorkerSettings, asked: DeviceSettings
 ) -> tuple[Engine, Validate, Guesser | None]:
     from services.gpu_worker.device import DeviceOptions, choose_device  # scripted needs no torch, which takes seconds
-    from services.gpu_worker.draft_loading import draft_of  # needs torch too
     from services.gpu_worker.engines import load_engine  # needs torch too
     from services.gpu_worker.gpu_engine import StepLimits  # as above
-    from services.gpu_worker.heads_loading import heads_of  # as above
+    from services.gpu_worker.guesser_loading import guesser_of  # as above
     from services.gpu_worker.sampler import validate  # as above
 
     device = choose_device(asked.device, own.engine)
     source = model_source.resolve(common.model, common.cache_dir)
-    draft = draft_of(own, own.engine, _num_threads(own), common.cache_dir)
-    heads = heads_of(own, source.path, common.cache_dir)
+    guesser = guesser_of(own, source, _num_threads(own), common.cache_dir)
     limits = StepLimits(*own.most_in_a_step(device is not None), asked.gpu_memory_utilization)
     options = DeviceOptions(asked.dtype, asked.enforce_eager, asked.deterministic)
     with tqdm(desc=f"Loading {source.name}", unit_scale=True, disable=None) as bar:
@@ -217,11 +214,9 @@ def _model(
             kv_cache_bytes=own.kv_cache_bytes or None, block_size=own.block_size,
             max_model_len=own.max_model_len or None, kv_cache_dtype=own.kv_cache_dtype, num_threads=_num_threads(own),
             model_impl=own.model_impl, quantization=own.quantization, device=device, limits=limits, options=options,
-            needs_device=asked.device == "cuda", progress=show, aside=draft or heads,
+            needs_device=asked.device == "cuda", progress=show, aside=guesser.aside,
         )  # fmt: skip
-    if heads is not None:
-        return engine, validate, heads.load_if_possible(engine)
-    return engine, validate, draft.load(source, engine.info, device, limits, options) if draft else None
+    return engine, validate, guesser.load(engine, device, limits, options)
 
 
 def _vocabulary(common: CommonSettings) -> Vocabulary:

@@ -177,7 +177,8 @@ Drawn = tuple[SampledToken, ...]  # of a chunk: first the prompt's tokens that i
 
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
-    """What an engine can hold. num_blocks: blocks of its KV pool. variant: see DESIGN P2; part of every block key."""
+    """What an engine can hold. num_blocks: blocks of its KV pool. variant: see DESIGN P2; part of every block key.
+    is_native: compiled C computes."""
 
     variant: str
     vocab_size: int
@@ -185,6 +186,7 @@ class EngineInfo:
     block_size: int
     num_blocks: int
     device: str
+    is_native: bool = False
 
     @property
     def on_card(self) -> bool:

@@ -42,8 +42,8 @@ class Draft:
     quantization: str = "none"
     max_model_len: int | None = None
 
-    def block_bytes(self) -> int:
-        """What each block of the target takes more, on a CPU."""
+    def block_bytes(self, is_native: bool = True) -> int:
+        """What each block of the target takes more, on a CPU, whichever engine computes that."""
         try:
             config = open_source(self.source.path, self.quantization).config
             limits = Limits(self.block_size, 1, 1, self._length(config), self.kv_cache_dtype)
@@ -107,7 +107,7 @@ def draw_on_device(logits: torch.Tensor, draws: Seq[Draw]) -> list[SampledToken 
 
 def draft_of(own: WorkerSettings, kind: str, num_threads: int, cache_dir: Path) -> Draft | None:
     """Where `--speculative-config` names a model; that may be a download."""
-    config = speculative_config.parse(own.speculative_config)
+    config = speculative_config.parse(own.speculative_config, is_native=False)
     if config is None or config.method != "draft_model":
         return None
     source = model_source.resolve(config.model, cache_dir)

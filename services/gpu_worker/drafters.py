@@ -1,7 +1,8 @@
-"""Who guesses for a worker, as `--speculative-config` says."""
+"""Who guesses for a worker, as `--speculative-config` says for its engine."""
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 
@@ -15,10 +16,30 @@ from services.gpu_worker.speculative.model_speculator import ModelSpeculator
 from services.gpu_worker.speculative.purse import Purse
 from services.gpu_worker.speculative.row_cost import RowCost
 from services.gpu_worker.speculative.speculator import Speculator
+from shared import speculative_config
+from shared.settings import WorkerSettings
 from shared.speculative_config import SpeculativeConfig
+
+log = logging.getLogger(__name__)
 
 AnySpeculator = Speculator | ModelSpeculator | AutoSpeculator
 Guesser = Engine | BatchProposer  # a draft model's, or heads
+
+
+def drafter_of(own: WorkerSettings, engine: Engine, guesser: Guesser | None) -> AnySpeculator | None:
+    """As the settings say for this engine, which the log repeats."""
+    config = speculative_config.parse(own.speculative_config, is_native=engine.info.is_native)
+    log.info("speculative decoding: %s", _said(config, guesser, own.speculative_config))
+    return make_drafter(config, engine, guesser, own.max_step_ms / 1000)
+
+
+def _said(config: SpeculativeConfig | None, guesser: Guesser | None, asked: str) -> str:
+    if config is None:
+        return "none" + (", since no native kernels compute" if asked == speculative_config.AUTO else "")
+    if config.method in speculative_config.MODELS:
+        return config.method
+    others, heads = ["other answers"] if config.fleet else [], ["heads"] if guesser is not None else []
+    return f"{config.method}, from {', '.join(['texts', *others, *heads])}"
 
 
 def make_drafter(

@@ -32,8 +32,8 @@ AnyEngine = NativeEngine | TorchEngine | GpuEngine
 class Aside(Protocol):
     """Who guesses beside a model: what it will take of memory, where the model computes on a CPU or on a GPU."""
 
-    def block_bytes(self) -> int:
-        """Of each block, on a CPU."""
+    def block_bytes(self, is_native: bool) -> int:
+        """Of each block, on a CPU, beside the native engine or torch's."""
         ...
 
     def on_card(self, device: torch.device, limits: StepLimits, options: DeviceOptions) -> Beside: ...
@@ -74,10 +74,6 @@ def load_engine(
         "kv_cache_dtype": kv_cache_dtype, "quantization": quantization, "progress": progress, "num_blocks": num_blocks,
     }  # fmt: skip
     options = options or DeviceOptions()
-
-    def cpu_settings() -> dict[str, Any]:
-        return settings | {"draft_block_bytes": aside.block_bytes() if aside else 0}
-
     ours_alone = kind == "native" or needs_device
     if model_impl != "transformers":
         try:
@@ -90,7 +86,7 @@ def load_engine(
                     torch.set_num_threads(1)  # what is left for a CPU is small, and others' cores
             if on_device is None:
                 options.check_on_cpu()
-            return on_device or _on_cpu(kind, model, cache_dir, num_threads, say, cpu_settings())
+            return on_device or _on_cpu(kind, model, cache_dir, num_threads, say, settings, aside)
         except UnknownArchitectureError as e:
             if model_impl == "headrace" or ours_alone:
                 raise
@@ -98,7 +94,7 @@ def load_engine(
     elif ours_alone:
         raise ConfigError("model_impl: transformers computes with torch on a CPU")
     options.check_on_cpu()
-    return TorchEngine.load(model, num_threads=num_threads, model_impl="transformers", **cpu_settings())
+    return TorchEngine.load(model, num_threads=num_threads, model_impl="transformers", **_with(aside, settings))
 
 
 def _on_device(
@@ -124,17 +120,23 @@ def _on_device(
 
 
 def _on_cpu(
-    kind: str, model: Path, cache_dir: Path, num_threads: int, say: Callable[[str], None], settings: dict[str, Any]
-) -> AnyEngine:
+    kind: str, model: Path, cache_dir: Path, num_threads: int, say: Callable[[str], None], settings: dict[str, Any],
+    aside: Aside | None,
+) -> AnyEngine:  # fmt: skip
     library = None if kind == "torch" else _library(cache_dir / "native", kind == "native", say)
     if library is not None:
         try:
-            return NativeEngine.load(model, library, num_threads=num_threads, **settings)
+            own = _with(aside, settings, is_native=True)
+            return NativeEngine.load(model, library, num_threads=num_threads, **own)
         except NotNativeError as e:
             if kind == "native":
                 raise
             log.warning("computing with torch, which is several times slower: %s", e)
-    return TorchEngine.load(model, num_threads=num_threads, **settings)
+    return TorchEngine.load(model, num_threads=num_threads, **_with(aside, settings))
+
+
+def _with(aside: Aside | None, settings: dict[str, Any], is_native: bool = False) -> dict[str, Any]:
+    return settings | {"draft_block_bytes": aside.block_bytes(is_native) if aside else 0}
 
 
 def cpu_kind(kind: str, cache_dir: Path) -> str:

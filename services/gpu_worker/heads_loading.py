@@ -30,6 +30,7 @@ from services.gpu_worker.speculative.native_eagle import NativeEagle, load_eagle
 from services.gpu_worker.speculative.native_medusa import NativeMedusa, load_medusa, no_layers
 from services.gpu_worker.weights.head_files import CONFIG, HeadFiles
 from services.gpu_worker.weights.loader import open_source
+from services.gpu_worker.weights.native_loader import return_freed_memory
 from services.gpu_worker.weights.safetensors import QUANTIZATION, json_object
 from services.gpu_worker.weights.source import WeightsError
 from shared import model_source, speculative_config
@@ -51,10 +52,12 @@ class Heads:
     block_size: int
     comes_along: bool = False
 
-    def block_bytes(self) -> int:
-        """What each block of the target takes more."""
+    def block_bytes(self, is_native: bool = True) -> int:
+        """What each block of the target takes more. They compute beside the native engine alone."""
         config = self._config()
-        return 0 if isinstance(config, MedusaConfig) else block_bytes(drafting_layer(config), self.block_size, "auto")
+        if not is_native or isinstance(config, MedusaConfig):
+            return 0
+        return block_bytes(drafting_layer(config), self.block_size, "auto")
 
     def _config(self) -> EagleConfig | MedusaConfig:
         target = open_source(self.target).config
@@ -80,10 +83,11 @@ class Heads:
         return NOTHING_BESIDE
 
     def fit(self) -> bool:
-        """By their configuration and the model's."""
+        """By their configuration and the model's, and what their files say of themselves."""
         try:
             self._config()
-        except ConfigError as e:
+            HeadFiles(self.folder)
+        except (ConfigError, WeightsError, OSError) as e:
             log.warning("guessing from texts alone: %s", e)
             return False
         return True
@@ -92,7 +96,7 @@ class Heads:
         """None where they only come along and cannot draft for it; ConfigError where they are asked for."""
         try:
             return self.load(engine)
-        except ConfigError as e:
+        except (ConfigError, MemoryError, OSError) as e:
             if not self.comes_along:
                 raise
             log.warning("guessing from texts alone: %s", e)
@@ -106,9 +110,11 @@ class Heads:
         if target.embedding_scale != 1.0 or target.logit_scale != 1.0:
             raise ConfigError(f"speculative_config: method: {self.kind} knows no scaled embedding and no scaled logits")
         try:
-            return self._medusa(engine) if self.kind == "medusa" else self._eagle(engine, self.kind)
+            loaded = self._medusa(engine) if self.kind == "medusa" else self._eagle(engine, self.kind)
         except (ConfigError, WeightsError) as e:
             raise ConfigError(f"{KEY}: {e}") from None
+        return_freed_memory()
+        return loaded
 
     def _medusa(self, engine: NativeEngine) -> MedusaProposer:
         config, weights = load_medusa(self.folder, engine.config)
@@ -128,7 +134,7 @@ class Heads:
 
 def heads_of(own: WorkerSettings, target: Path, cache_dir: Path) -> Heads | None:
     """Where the method is one of heads, which may be a download, or takes them where they come along."""
-    config = speculative_config.parse(own.speculative_config)
+    config = speculative_config.parse(own.speculative_config, is_native=own.engine != "torch")
     if config is not None and config.method == "auto":
         folder = _packaged(target) if own.engine != "torch" else None
         heads = Heads(folder, "eagle3", target, own.block_size, comes_along=True) if folder else None

@@ -178,9 +178,8 @@ class NativeEngine:
         variant = native_variant(
             source.identity, library.name, block_size=block_size, layout=cache_layout(kv_cache_dtype)
         )
-        return cls(
-            decoder, config, geometry, EngineInfo(variant, config.vocab_size, length, block_size, num_blocks, "cpu")
-        )
+        info = EngineInfo(variant, config.vocab_size, length, block_size, num_blocks, "cpu", is_native=True)
+        return cls(decoder, config, geometry, info)
 
     def step(self, chunks: Seq[Chunk]) -> list[Drawn]:
         """As `Engine.step`. SequenceError, before anything is computed, for a chunk that cannot be; and after, for a

@@ -4,7 +4,7 @@
 
 The schema is a list that goes on beyond the last token, so that both draw as many. A line of JSON for each round with
 both rates, their ratio, and that of processor time, which other work on the machine changes less; then the medians.
-Everything behind `--` is an option of `headrace serve`.
+Nothing is guessed, which would gain on what JSON repeats. Everything behind `--` is an option of `headrace serve`.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def main() -> None:
     ap.add_argument("--port", type=int, default=8795)
     ap.add_argument("options", nargs="*")
     args = ap.parse_args()
-    with serving(args.model, args.port, *args.options) as stack:
+    with serving(args.model, args.port, "--speculative-config", "none", *args.options) as stack:
         for held in (False, True):
             measure(stack, args, -1, held=held)  # what is read and compiled once
         rows = []

@@ -21,7 +21,7 @@ from tests.e2e.stack import Stack
 from tests.helpers import wait_until
 
 CASES = ((1, False), (1, True), (2, False), (2, True))  # streams, and whether a supervisor reports the death
-SETTINGS = {"threads": 1, "kv_cache_bytes": 256 << 20, "max_model_len": 1024}
+SETTINGS = {"threads": 1, "kv_cache_bytes": 256 << 20, "max_model_len": 1024, "speculative_config": "none"}
 NUM_TOKENS = 45
 
 

@@ -28,7 +28,7 @@ from services.tools import bench, bench_compare, bench_load, bench_stats
 from services.tools.bench_load import Load
 from shared import model_source
 from shared.cores import num_cores
-from shared.settings import DEFAULT_MODEL, current_environ
+from shared.settings import DEFAULT_MODEL, current_environ, variable
 from tests.bench import performance_stack as stacks
 from tests.bench.performance_table import PEERS, render, replaced
 
@@ -142,11 +142,12 @@ def num_tokens(own: stacks.ServeStack, text: str) -> int:
     return int(stacks.post(own.url + "/tokenize", {"model": own.model, "prompt": text})["count"])
 
 
-def bench_engine(args: argparse.Namespace, *options: str) -> list[dict[str, Any]]:
+def bench_engine(args: argparse.Namespace, *options: str, **settings: str) -> list[dict[str, Any]]:
     """Its lines, in a process of its own."""
+    own = {variable(field): value for field, value in settings.items()}
     command = modules.command("services.gpu_worker.commands.bench_engine", *([args.model] if args.model else []))
     done = subprocess.run([*command, *options], stdout=subprocess.PIPE, text=True, check=True,
-                          env=modules.environ(current_environ()))  # fmt: skip
+                          env=modules.environ(current_environ() | own))  # fmt: skip
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
@@ -163,13 +164,13 @@ def measure_batching(args: argparse.Namespace) -> dict[str, Any]:
     say("continuous against fixed batches")
     lines = bench_engine(
         args, "--concurrency=32", "--num-requests=64", "--prompt-tokens=32", "--min-tokens=8", "--max-tokens=256",
-        "--policy=continuous,fixed,fixed-compact", f"--repeat={min(3, args.rounds)}",
+        "--policy=continuous,fixed,fixed-compact", f"--repeat={min(3, args.rounds)}", speculative_config="none",
     )  # fmt: skip
     rates = {name: [x["output_tok_s"] for x in lines if x["policy"] == name]
              for name in ("continuous", "fixed", "fixed-compact")}  # fmt: skip
     ratios = {name: bench_stats.spread([a / b for a, b in zip(rates["continuous"], rates[name], strict=True)])
               for name in ("fixed", "fixed-compact")}  # fmt: skip
-    [one] = bench_engine(args, "--num-requests=16")
+    [one] = bench_engine(args, "--num-requests=16", speculative_config="none")
     return {"ratios": ratios, "output_tok_s": rates, "kv_waste_100": one["kv_waste"]}
 
 

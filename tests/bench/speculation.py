@@ -119,7 +119,7 @@ def main() -> int:
     args = ap.parse_args()
     source = model_source.resolve("smollm2-135m-instruct", default_cache_dir())
     tokenizer = Tokenizer.from_source(source)
-    engine, config = loaded(source.path), parse(args.config)
+    engine, config = loaded(source.path), parse(args.config, is_native=True)
     with_heads = heads_of(WorkerSettings(speculative_config=args.config), source.path, default_cache_dir())
     other = loaded(source.path) if with_heads else engine
     heads = with_heads.load(other) if with_heads else None

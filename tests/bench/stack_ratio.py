@@ -2,9 +2,9 @@
 
 PYTHONPATH=. python -m tests.bench.stack_ratio [--clients 1,8,32] [--rounds 3] [--threads N] [TREE …]
 
-Both compute the same load on the default model. Beside the ratio: the CPU time that each takes, which other work on the
-machine changes less, by thread of the worker; the share of the stack's time in which its engine was stepping; and the
-share of steps that an engine stood still before, though there was work.
+Both compute the same load on the default model, without guesses. Beside the ratio: the CPU time that each takes, which
+other work on the machine changes less, by thread of the worker; the share of the stack's time in which its engine was
+stepping; and the share of steps that an engine stood still before, though there was work.
 TREE: other checkouts of this repository, measured in the same turns.
 """
 
@@ -26,8 +26,12 @@ from typing import Any
 
 import psutil
 
+from shared import speculative_config
+from shared.settings import current_environ, variable
+
 REQUESTS_A_CLIENT = {1: 8, 8: 6, 32: 4}
 START_S = 120.0
+WITHOUT = {variable("speculative_config"): speculative_config.OFF}
 
 
 class Tree:
@@ -59,7 +63,8 @@ class Tree:
         }
 
     def _last_json(self, *args: str) -> dict[str, Any]:
-        run = subprocess.run(headrace(*args), cwd=self.folder, check=True, capture_output=True, text=True)
+        environ = current_environ() | WITHOUT
+        run = subprocess.run(headrace(*args), cwd=self.folder, check=True, capture_output=True, text=True, env=environ)
         result: dict[str, Any] = json.loads(run.stdout.strip().splitlines()[-1])
         return result
 
@@ -97,7 +102,8 @@ def kind_of(process: psutil.Process) -> str:
 def running(folder: str, port: int, threads: list[str]) -> Iterator[Tree]:
     with tempfile.TemporaryDirectory() as state:
         args = headrace("serve", "--port", str(port), "--state-dir", state, "--kv-cache-bytes", str(1 << 30), *threads)
-        server = subprocess.Popen(args, cwd=folder, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+        server = subprocess.Popen(args, cwd=folder, env=current_environ() | WITHOUT, stderr=subprocess.DEVNULL,
+                                  stdout=subprocess.DEVNULL)  # fmt: skip
         url, until = f"http://127.0.0.1:{port}", time.monotonic() + START_S
         try:
             while not answers(f"{url}/health/ready"):

@@ -1,6 +1,7 @@
 """How many bytes of memory loading a model takes: `python -m tests.gpu_worker.loaded_memory MODEL LIBRARY`.
 
-Alone in its process: private memory, and pages of the model's file that are still mapped.
+Alone in its process: private memory, and pages of the model's file that are still mapped. With the heads that come
+along, where some do.
 """
 
 from __future__ import annotations
@@ -9,7 +10,9 @@ import sys
 from pathlib import Path
 
 from kernels.native.library import NativeLibrary
+from services.gpu_worker.heads_loading import heads_of
 from services.gpu_worker.native_engine import NativeEngine
+from shared.settings import WorkerSettings
 
 
 def resident_bytes(model: Path) -> int:
@@ -27,10 +30,12 @@ def resident_bytes(model: Path) -> int:
 def main() -> int:
     model, library = (Path(argument).resolve() for argument in sys.argv[1:])
     native = NativeLibrary(library, library.stem)
+    heads = heads_of(WorkerSettings(), model, Path())
     before = resident_bytes(model)
     engine = NativeEngine.load(model, native, num_threads=1, kv_cache_bytes=1 << 20)
+    loaded = heads.load(engine) if heads else None
     sys.stdout.write(f"{resident_bytes(model) - before}\n")
-    return 0 if engine.info.num_blocks else 1
+    return 0 if engine.info.num_blocks and (loaded or not heads) else 1
 
 
 if __name__ == "__main__":

@@ -44,7 +44,7 @@ def model_path() -> Path:
 
 
 def test_weights_take_the_memory_of_their_file() -> None:
-    """Of the whole engine: what its tables, buffers and KV cache take is within the margin."""
+    """Of the whole engine with the heads that come along: what their tables and KV caches take is within the margin."""
     command = [sys.executable, "-m", "tests.gpu_worker.loaded_memory", model_path(), library_path(ISAS[0])]
     done = subprocess.run(command, check=True, capture_output=True, text=True)
     assert 0.9 <= int(done.stdout) / model_path().stat().st_size <= 1.15

@@ -16,7 +16,7 @@ from services.gpu_worker.commands import plan as command
 from services.gpu_worker.engine import TorchEngine
 from services.gpu_worker.gpu_engine import GpuEngine, StepLimits
 from services.gpu_worker.gpu_memory import Beside
-from services.gpu_worker.heads_loading import Heads
+from services.gpu_worker.heads_loading import Heads, heads_of
 from services.gpu_worker.model.parameters import parameters
 from services.gpu_worker.native_engine import NativeEngine
 from services.gpu_worker.planning import Limits, draft_beside, plan_card, plan_cpu
@@ -24,6 +24,7 @@ from services.gpu_worker.speculative.head_proposer import MAX_KEPT_ROWS
 from services.gpu_worker.speculative.medusa_proposer import MedusaProposer
 from services.gpu_worker.weights.loader import open_source
 from services.gpu_worker.weights.outline import outline
+from shared.settings import WorkerSettings
 from tests.gpu_worker.any_engine import AnyEngine, load_native, load_torch
 from tests.gpu_worker.gguf_files import write_gguf
 from tests.gpu_worker.head_models import load_tiny, published, published_medusa
@@ -163,6 +164,25 @@ def check(engine: AnyEngine, path: Path, limits: Limits) -> None:
 def test_the_default_model_takes_what_was_planned(load: Any) -> None:
     engine = load(model_path(), kv_cache_bytes=1 << 28, block_size=8)
     check(engine, model_path(), dataclasses.replace(LIMITS, block_size=8, kv_cache_bytes=1 << 28))
+
+
+@pytest.mark.model
+def test_the_command_counts_the_heads_that_a_worker_loads_by_default(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def planned(*args: str) -> dict[str, Any]:
+        _, out, _ = run(capsys, str(model_path()), "--json", "--kv-cache-bytes", "256MiB", *args)
+        plan: dict[str, Any] = json.loads(out)
+        return plan
+
+    default, torch_alone = planned(), planned("--engine", "torch")
+    monkeypatch.setenv("HEADRACE_SPECULATIVE_CONFIG", "none")
+    without = planned()
+    heads = heads_of(WorkerSettings(speculative_config='{"method": "eagle3"}'), model_path(), Path())
+    assert heads is not None and default["block_bytes"] == without["block_bytes"] + heads.block_bytes()
+    assert 4 << 20 < default["weight_bytes"] - without["weight_bytes"] < 8 << 20
+    assert default["num_blocks"] < without["num_blocks"] and default["step_bytes"] > without["step_bytes"]
+    assert planned("--engine", "torch") == torch_alone
 
 
 def test_a_folder_without_weights_is_enough(tmp_path: Path) -> None:

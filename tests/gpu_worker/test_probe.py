@@ -37,3 +37,15 @@ def test_rows_are_measured_as_far_as_they_fit_into_a_block(block_size: int, most
     engine = ScriptedEngine(num_blocks=4, block_size=block_size, step_s=0.5, token_s=0.25, sleep=sleep)
     cost = measure_rows(engine, lambda: now[0])
     assert cost.relative(most) / cost.relative(1) == pytest.approx((0.5 + 0.25 * (most - 1)) / 0.5)
+
+
+@pytest.mark.parametrize(("step_s", "num_steps"), [(0.01, 16), (0.5, 8)])
+def test_rows_that_take_long_are_measured_once(step_s: float, num_steps: int) -> None:
+    now, slept = [0.0], []
+
+    def sleep(seconds: float) -> None:
+        slept.append(seconds)
+        now[0] += seconds
+
+    measure_rows(ScriptedEngine(num_blocks=4, block_size=16, step_s=step_s, sleep=sleep), lambda: now[0])
+    assert len(slept) == num_steps

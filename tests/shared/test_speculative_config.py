@@ -2,7 +2,23 @@ from __future__ import annotations
 
 import pytest
 
-from shared.speculative_config import SpeculativeConfig, parse
+from shared import settings, speculative_config
+from shared.settings import WorkerSettings
+from shared.speculative_config import SpeculativeConfig
+
+
+def parse(text: str) -> SpeculativeConfig | None:
+    """What does not depend on the engine."""
+    found = speculative_config.parse(text, is_native=False)
+    assert found == speculative_config.parse(text, is_native=True)
+    return found
+
+
+def test_by_default_auto_guesses_where_the_engine_is_native() -> None:
+    text = settings.load(WorkerSettings, {}).speculative_config
+    assert text == "auto"
+    assert speculative_config.parse(text, is_native=True) == SpeculativeConfig(method="auto")
+    assert speculative_config.parse(text, is_native=False) is None
 
 
 def test_methods_and_their_defaults() -> None:
@@ -20,9 +36,9 @@ def test_methods_and_their_defaults() -> None:
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
-        ("suffix", "must be none or a JSON object like"),
-        ("[]", "must be none or a JSON object like"),
-        ("", "must be none or a JSON object like"),
+        ("suffix", "must be auto, none or a JSON object like"),
+        ("[]", "must be auto, none or a JSON object like"),
+        ("", "must be auto, none or a JSON object like"),
         ("{}", "method: is missing"),
         ('{"method": "auto", "model": "x"}', "model: only draft_model, medusa, eagle, eagle3 have it"),
         ('{"method": "eagle"}', "model: is missing"),

@@ -17,12 +17,11 @@ from typing import Any
 from services.gpu_worker.commands.bench_load import EngineBench, Result, requests
 from services.gpu_worker.composer import Budget
 from services.gpu_worker.device import DeviceOptions, choose_device
-from services.gpu_worker.draft_loading import draft_of
-from services.gpu_worker.drafters import Guesser, make_drafter
+from services.gpu_worker.drafters import drafter_of
 from services.gpu_worker.engines import load_engine
 from services.gpu_worker.gpu_engine import StepLimits
-from services.gpu_worker.heads_loading import heads_of
-from shared import model_source, settings, speculative_config
+from services.gpu_worker.guesser_loading import guesser_of
+from shared import model_source, settings
 from shared.cores import leaves_one_free, num_cores
 from shared.settings import CommonSettings, DeviceSettings, WorkerSettings
 
@@ -68,20 +67,19 @@ def figures(policy: str, result: Result) -> dict[str, Any]:
 def main(argv: Sequence[str] | None = None) -> int:
     args = parse(argv)
     own, common, asked = settings.load(WorkerSettings), settings.load(CommonSettings), settings.load(DeviceSettings)
+    own = own.model_copy(update={"engine": args.engine or own.engine})
     threads = args.threads or own.threads or num_cores()
-    kind = args.engine or own.engine
-    device = choose_device(asked.device, kind)
+    device = choose_device(asked.device, own.engine)
     source = model_source.resolve(args.model or common.model, common.cache_dir)
-    draft = draft_of(own, kind, threads, common.cache_dir)
-    heads = heads_of(own, source.path, common.cache_dir)
+    guesser = guesser_of(own, source, threads, common.cache_dir)
     limits = StepLimits(*own.most_in_a_step(device is not None), asked.gpu_memory_utilization)
     options = DeviceOptions(asked.dtype, asked.enforce_eager, asked.deterministic)
     engine = load_engine(
-        kind, source.path, common.cache_dir,
+        own.engine, source.path, common.cache_dir,
         kv_cache_bytes=own.kv_cache_bytes or None, block_size=own.block_size,
         kv_cache_dtype=own.kv_cache_dtype, quantization=own.quantization, num_threads=threads,
         device=device, needs_device=asked.device == "cuda", limits=limits, options=options,
-        model_impl=own.model_impl, aside=draft or heads,
+        model_impl=own.model_impl, aside=guesser.aside,
     )  # fmt: skip
     lengths = [args.max_tokens]
     if args.min_tokens:
@@ -92,10 +90,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     budget = Budget(num_tokens, max(args.concurrency, num_seqs), num_tokens)
     overlap = device is not None or leaves_one_free(threads) if args.overlap is None else args.overlap
     max_step_s = own.max_step_ms / 1000
-    config = speculative_config.parse(own.speculative_config)
-    guesser: Guesser | None = draft.load(source, engine.info, device, limits, options) if draft else None
-    guesser = heads.load_if_possible(engine) if heads else guesser
-    drafter = make_drafter(config, engine, guesser, max_step_s)
+    drafter = drafter_of(own, engine, guesser.load(engine, device, limits, options))
     bench = EngineBench(engine, budget, max_step_s, overlap=overlap, drafter=drafter)
     bench.run(requests(2, 16, [4], engine.info.vocab_size, args.seed), 2, "continuous")  # warm-up
     for round_number in range(args.repeat):

@@ -18,7 +18,7 @@ from pydantic import ByteSize, TypeAdapter, ValidationError
 from services.gpu_worker.gpu_memory import NOTHING_BESIDE
 from services.gpu_worker.heads_loading import heads_of
 from services.gpu_worker.kv_pool import available_bytes
-from services.gpu_worker.planning import Limits, Plan, draft_beside, plan_card, plan_cpu
+from services.gpu_worker.planning import Limits, Plan, cpu_engine, draft_beside, plan_card, plan_cpu
 from services.gpu_worker.weights.outline import outline
 from shared import model_source, settings, speculative_config
 from shared.settings import CommonSettings, DeviceSettings, WorkerSettings
@@ -87,14 +87,15 @@ def make(args: argparse.Namespace) -> tuple[Plan, str, int | None]:
     )  # fmt: skip
     source = model_source.resolve(args.model or common.model, common.cache_dir)
     found = outline(source.path, own.quantization)
-    speculation, draft = speculative_config.parse(own.speculative_config), None
+    speculation, draft = speculative_config.parse(own.speculative_config, is_native=False), None
     if speculation is not None and speculation.method == "draft_model":
         path = model_source.resolve(speculation.model, common.cache_dir).path
         draft = outline(path, speculation.quantization)
     if memory is not None:
         on_card = draft_beside(draft, limits, torch.device("cuda")) if draft else NOTHING_BESIDE
         return plan_card(found, limits, memory, on_card), source.name, memory
-    heads = heads_of(own, source.path, common.cache_dir)
+    is_native = cpu_engine(found.config, own.engine, limits) == "native"
+    heads = heads_of(own, source.path, common.cache_dir) if is_native else None
     beside = heads.beside(limits) if heads else None
     return plan_cpu(found, limits, own.engine, draft, beside), source.name, None
 

@@ -90,7 +90,7 @@ def believing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def drafter_of(method: str, engine: NativeEngine, draft: Engine | None, folders: dict[str, Path]) -> AnySpeculator:
-    config = parse(METHODS[method])
+    config = parse(METHODS[method], is_native=True)
     assert config is not None
     if config.method == "auto" or config.method in HEADS:
         settings = WorkerSettings(speculative_config=METHODS[method], block_size=BLOCK_SIZE)

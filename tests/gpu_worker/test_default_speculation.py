@@ -1,0 +1,74 @@
+"""What a worker does that is told nothing, on the default model: it guesses, and says what one says that does not."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from services.gateway.tokenization import Tokenizer
+from services.gpu_worker import __main__ as main
+from services.gpu_worker.composer import Budget
+from services.gpu_worker.engine_thread import EngineLoop
+from services.gpu_worker.running_set import Change, RunningSet
+from services.gpu_worker.speculative.auto import AutoSpeculator
+from shared import model_source
+from shared.protocol import TokenChunk
+from shared.settings import CommonSettings, DeviceSettings, ScriptedSettings, WorkerSettings
+from shared.wire import decode_as
+from tests.gpu_worker.builders import make_admission, make_admit
+from tests.gpu_worker.test_default_model import model_path
+
+pytestmark = [pytest.mark.model, pytest.mark.timeout(600)]
+
+DATA = Path(__file__).parents[1] / "bench" / "data" / "speculation.json"
+NUM_OUTPUT = 48
+CONTROLS: list[dict[str, Any]] = [
+    {"temperature": 0.0},
+    {"temperature": 0.0, "logprobs": 2},
+    {"temperature": 1.0, "seed": 5},
+    {"temperature": 0.7, "seed": 6, "top_p": 0.9},
+    {"temperature": 0.0, "num_speculative_tokens": 0},
+    {"temperature": 1.0, "seed": 7, "fleet": False},
+]
+
+
+def load(**own: Any) -> main.Loaded:
+    settings = WorkerSettings(kv_cache_bytes=1 << 28, threads=2, engine="native", **own)
+    return main._load(CommonSettings(model=str(model_path())), settings, DeviceSettings(), ScriptedSettings())
+
+
+def texts() -> list[list[int]]:
+    """Of the benchmark: what is copied, what repeats itself, and what does neither."""
+    tokenizer = Tokenizer.from_source(model_source.resolve(str(model_path()), Path()))
+    kinds = json.loads(DATA.read_text())
+    prompts = [kinds[kind][n] for kind in ("edit", "code", "chat") for n in range(2)]
+    return [tokenizer.encode(prompt, add_special_tokens=True) for prompt in prompts]
+
+
+def answers(loaded: main.Loaded, prompts: list[list[int]], overlap: bool) -> list[TokenChunk]:
+    """All beside each other."""
+    engine, validate, cost, drafter = loaded
+    running = RunningSet(engine.info, Budget(64, 64, 64), validate, drafter)
+    loop = EngineLoop(engine, running, cost=cost, overlap=overlap)
+    size = -(-(max(map(len, prompts)) + NUM_OUTPUT) // engine.info.block_size)
+    for n, prompt in enumerate(prompts):
+        admit = make_admit(f"r{n}.0", block_ids=range(size * n, size * (n + 1)))
+        params = {"max_tokens": NUM_OUTPUT} | CONTROLS[n % len(CONTROLS)]
+        loop.submit(Change("run", 1, admit, make_admission(prompt, **params)))
+    while loop.step_once():
+        pass
+    done = {e.sid: decode_as(TokenChunk, e.chunk) for e in running.ledger.build().entries}
+    return [done[f"r{n}.0"] for n in range(len(prompts))]
+
+
+def test_answers_are_those_without_guesses_and_some_guesses_are_right() -> None:
+    prompts, default, without = texts(), load(), load(speculative_config="none")
+    drafter = default[3]
+    assert isinstance(drafter, AutoSpeculator) and without[3] is None
+    want = answers(without, prompts, False)
+    for overlap in (False, True):
+        assert answers(default, prompts, overlap) == want
+    assert sum(counts.accepted.total() for counts in drafter.counts.values()) > NUM_OUTPUT
