@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -23,14 +23,15 @@ from services.gpu_worker.block_tables import BlockTables
 from services.gpu_worker.composer import MAX_SCORES
 from services.gpu_worker.cuda_graphs import DecodeGraphs, Recorder
 from services.gpu_worker.device import computed_types
-from services.gpu_worker.device_sampler import PendingTokens, draw, needs_history
+from services.gpu_worker.device_sampler import draw, needs_history
 from services.gpu_worker.engine import USEFUL_CONTEXTS, context_length, memory_errors
 from services.gpu_worker.gpu_inputs import DeviceInputs, build_inputs, upload
 from services.gpu_worker.gpu_memory import NOTHING_BESIDE, Beside, Budget, Card
+from services.gpu_worker.gpu_step import GpuStep, TellTaps, WantsTaps
 from services.gpu_worker.kv_pool import block_bytes, num_blocks_for
 from services.gpu_worker.model.config import ModelConfig
-from services.gpu_worker.model.gpu_decoder import GpuDecoder
-from services.gpu_worker.speculative.verify import drawn_by_chunk, draws_of
+from services.gpu_worker.model.gpu_decoder import GpuDecoder, Taps
+from services.gpu_worker.speculative.verify import draws_of
 from services.gpu_worker.variant import gpu_variant, kind_of
 from services.gpu_worker.weights.library_products import LibraryOnDevice
 from services.gpu_worker.weights.loader import Progress, load_weights, open_source
@@ -77,35 +78,13 @@ def largest_step(engine: GpuEngine, limits: StepLimits) -> None:
     engine.step(chunks)
 
 
-class GpuStep:
-    def __init__(
-        self, chunks: Seq[Chunk], sample_chunks: Seq[int], tokens: PendingTokens, may_be_followed: bool
-    ) -> None:
-        self.may_be_followed = may_be_followed
-        self.samples = {id(chunks[i].seq): n for n, i in enumerate(sample_chunks) if chunks[i].sample}
-        self.tokens = tokens
-        self._chunks = chunks  # also keeps the sequences, and so their ids
-        self._sample_chunks = sample_chunks
-
-    @property
-    def has_ended(self) -> bool:
-        return self.tokens.are_known
-
-    def wait_until_late(self) -> None:
-        """The next may begin at once: it is only put in the queue."""
-
-    def results(self) -> list[Drawn]:
-        with memory_errors():
-            tokens = self.tokens.wait()
-        return drawn_by_chunk(self._chunks, self._sample_chunks, tokens)
-
-
 class GpuEngine:
     """Build one with `load`. `step` may be repeated: after an exception nothing but unused KV slots has changed."""
 
     def __init__(
         self, decoder: GpuDecoder, caches: tuple[KvCache, ...], geometry: Geometry, info: EngineInfo,
         device: torch.device, graphs: DecodeGraphs | None = None, fast: bool = False,
+        dtype: torch.dtype = torch.float32,
     ) -> None:  # fmt: skip
         self.info = info
         self._decoder = decoder
@@ -114,8 +93,29 @@ class GpuEngine:
         self._device = device
         self._graphs = graphs
         self._fast = fast
+        self.dtype = dtype  # computed in
         self._tables = BlockTables()
         self._before: GpuStep | None = None
+        self._tap_layers: tuple[int, ...] = ()
+        self._tell_taps: TellTaps | None = None
+        self._wants_taps: WantsTaps = lambda chunks: True
+
+    @property
+    def decoder(self) -> GpuDecoder:
+        return self._decoder
+
+    @property
+    def config(self) -> ModelConfig:
+        return self._decoder.config
+
+    @property
+    def device(self) -> torch.device:
+        return self._device
+
+    def tap(self, layers: tuple[int, ...], tell: TellTaps, wants: WantsTaps = lambda chunks: True) -> None:
+        """As `NativeEngine.tap`; rows stay on the device, in the type that is computed in. Chunks come in the order of
+        their rows. Such steps are no graphs."""
+        self._tap_layers, self._tell_taps, self._wants_taps = layers, tell, wants
 
     @classmethod
     def load(
@@ -168,7 +168,7 @@ class GpuEngine:
                 None if recorder is None else _graphs(decoder, caches, recorder, device, block_size, limits, length)
             )
             larger_tiles = fast and computed != torch.float32 and config.latent is None  # those of latents are alike
-            return cls(decoder, caches, geometry, info, device, graphs, larger_tiles)
+            return cls(decoder, caches, geometry, info, device, graphs, larger_tiles, computed)
 
         size = block_bytes(config, block_size, kv_dtype) + beside.block_bytes
         most_useful = USEFUL_CONTEXTS * -(-length // block_size)
@@ -206,30 +206,39 @@ class GpuEngine:
         with torch.inference_mode(), memory_errors():
             return self._decoder.forward(inputs.with_tensors(upload(tensors, self._device)), self._caches).cpu()
 
+    def hidden_rows(self, chunk: Chunk, layers: tuple[int, ...]) -> torch.Tensor:
+        """As `NativeEngine.hidden_rows`."""
+        inputs, _ = build_inputs([replace(chunk, sample=False)], self._geometry, fast=self._fast)
+        taps = Taps(layers)
+        with torch.inference_mode(), memory_errors():
+            self._logits(inputs, None, taps)
+            return taps.rows.float().cpu()
+
     def _begin(self, chunks: Seq[Chunk], before: GpuStep | None) -> GpuStep:
         inputs, sample_chunks = build_inputs(
             chunks, self._geometry, before.samples if before else None, fast=self._fast, tables=self._tables
         )
         draws = draws_of(chunks, sample_chunks)
+        taps = Taps(self._tap_layers) if self._tap_layers and self._wants_taps(chunks) else None
         with torch.inference_mode(), memory_errors():
-            tokens = draw(self._logits(inputs, before), draws)
+            tokens = draw(self._logits(inputs, before, taps), draws)
             if self._graphs is not None:
                 self._graphs.record_due()
         waits = any(map(needs_history, draws)) or any(c.draft for c in chunks)
-        return GpuStep(chunks, sample_chunks, tokens, may_be_followed=not waits)
+        return GpuStep(chunks, sample_chunks, tokens, not waits, taps, self._tell_taps)
 
-    def _logits(self, inputs: DeviceInputs, before: GpuStep | None) -> torch.Tensor:
+    def _logits(self, inputs: DeviceInputs, before: GpuStep | None, taps: Taps | None = None) -> torch.Tensor:
         """inputs: on the host."""
 
         def fill_in(token_ids: torch.Tensor) -> None:
             if before is not None:
                 before.tokens.fill_in(token_ids)
 
-        logits = None if self._graphs is None else self._graphs.run(inputs, fill_in)
+        logits = None if self._graphs is None or taps is not None else self._graphs.run(inputs, fill_in)
         if logits is None:
             inputs = inputs.with_tensors(upload(inputs.tensors(), self._device))
             fill_in(inputs.token_ids)
-            logits = self._decoder.forward(inputs, self._caches)
+            logits = self._decoder.forward(inputs, self._caches, taps)
         return logits
 
 

@@ -54,6 +54,11 @@ def _tensors(batch: AttentionBatch) -> dict[str, torch.Tensor]:
     return {name: value for name, value in values if isinstance(value, torch.Tensor)}
 
 
+def order_of(chunks: Seq[Chunk]) -> list[int]:
+    """In which their rows lie."""
+    return sorted(range(len(chunks)), key=lambda i: chunks[i].num_rows > 1)  # stable
+
+
 def build_inputs(
     chunks: Seq[Chunk], geometry: Geometry, drawn_before: Mapping[int, int] | None = None, *, fast: bool = False,
     tables: BlockTables | None = None,
@@ -68,7 +73,7 @@ def build_inputs(
     tables = BlockTables() if tables is None else tables
     for chunk in chunks:
         check_tokens(chunk, geometry, num_drawing=id(chunk.seq) in before)
-    order = sorted(range(len(chunks)), key=lambda i: chunks[i].num_rows > 1)  # stable
+    order = order_of(chunks)
     token_ids: list[int] = []
     samples: list[tuple[int, int]] = []  # row, number of its chunk
     for i in order:

@@ -1,4 +1,4 @@
-"""Heads that draft, as `--speculative-config` names them: on the native engine, with a KV pool of their own."""
+"""Heads that draft, as `--speculative-config` names them: for the native engine and a GPU's, with their own KV pool."""
 
 from __future__ import annotations
 
@@ -10,13 +10,15 @@ from typing import Literal
 import torch
 
 from services.gpu_worker.batch import Engine
-from services.gpu_worker.device import DeviceOptions
-from services.gpu_worker.gpu_engine import StepLimits
+from services.gpu_worker.device import DeviceOptions, computed_types
+from services.gpu_worker.gpu_engine import GpuEngine, StepLimits
 from services.gpu_worker.gpu_memory import NOTHING_BESIDE, Beside
 from services.gpu_worker.model.config import ConfigError
 from services.gpu_worker.model.native_decoder import block_bytes
 from services.gpu_worker.native_engine import NativeEngine
-from services.gpu_worker.planning import Limits, head_step_bytes
+from services.gpu_worker.planning import Limits, head_beside, head_step_bytes
+from services.gpu_worker.speculative.gpu_eagle import GpuEagle, load_gpu_eagle
+from services.gpu_worker.speculative.gpu_medusa import GpuMedusa, load_gpu_medusa
 from services.gpu_worker.speculative.head_config import (
     EagleConfig,
     MedusaConfig,
@@ -44,13 +46,15 @@ PACKAGED = Path(__file__).parent / "heads"  # by the names of models that come a
 
 @dataclass(frozen=True, slots=True)
 class Heads:
-    """What is asked for, of a model. comes_along: nobody has asked for just these, so they need not be able to."""
+    """What is asked for, of a model. comes_along: nobody has asked for just these, so they need not be able to.
+    on_gpus: are they for engines there too?"""
 
     folder: Path
     kind: Literal["medusa", "eagle", "eagle3"]
     target: Path
     block_size: int
     comes_along: bool = False
+    on_gpus: bool = True
 
     def block_bytes(self, is_native: bool = True) -> int:
         """What each block of the target takes more. They compute beside the native engine alone."""
@@ -79,8 +83,17 @@ class Heads:
         return Beside(weights, step, self.block_bytes())
 
     def on_card(self, device: torch.device, limits: StepLimits, options: DeviceOptions) -> Beside:
-        """Nothing guesses there."""
-        return NOTHING_BESIDE
+        """As `beside`, on a GPU."""
+        if not self.on_gpus:
+            return NOTHING_BESIDE
+        config, (dtype, _) = self._config(), computed_types(device, options.dtype, "auto")
+        weights = HeadFiles(self.folder).device_bytes(dtype)
+        own = Limits(self.block_size, limits.max_num_batched_tokens, limits.max_num_seqs, dtype=options.dtype)
+        if not isinstance(config, MedusaConfig):
+            return head_beside(config.layer, weights, len(config.tap_layers), own, device)
+        rows, size = limits.max_num_seqs * (1 + config.num_heads), config.hidden_size * dtype.itemsize
+        logits = 4 * limits.max_num_seqs * (2 * config.draft_vocab_size + config.vocab_size)
+        return Beside(weights, (2 * limits.max_num_batched_tokens + 3 * rows) * size + logits, 0)
 
     def fit(self) -> bool:
         """By their configuration and the model's, and what their files say of themselves."""
@@ -104,17 +117,33 @@ class Heads:
 
     def load(self, engine: Engine) -> HeadProposer | MedusaProposer:
         """ConfigError where they cannot draft for it."""
-        if not isinstance(engine, NativeEngine):
-            raise ConfigError(f"speculative_config: method: {self.kind} computes with native kernels on a CPU only")
+        if not isinstance(engine, NativeEngine | GpuEngine):
+            raise ConfigError(f"speculative_config: method: {self.kind} computes on a GPU or with native kernels only")
         target = engine.config
         if target.embedding_scale != 1.0 or target.logit_scale != 1.0:
             raise ConfigError(f"speculative_config: method: {self.kind} knows no scaled embedding and no scaled logits")
         try:
+            if isinstance(engine, GpuEngine):
+                return self._on_gpu(engine)
             loaded = self._medusa(engine) if self.kind == "medusa" else self._eagle(engine, self.kind)
         except (ConfigError, WeightsError) as e:
             raise ConfigError(f"{KEY}: {e}") from None
         return_freed_memory()
         return loaded
+
+    def _on_gpu(self, engine: GpuEngine) -> HeadProposer | MedusaProposer:
+        info, target, shared = engine.info, engine.config, engine.decoder.weights
+        if self.kind == "medusa":
+            medusa, its_weights = load_gpu_medusa(self.folder, target, engine.device, engine.dtype)
+            medusa_proposer = MedusaProposer(GpuMedusa(medusa, its_weights, engine.device))
+            engine.tap(medusa.tap_layers, medusa_proposer.take)
+            return medusa_proposer
+        config, weights = load_gpu_eagle(self.folder, self.kind, target, shared, engine.device, engine.dtype)
+        head = GpuEagle(config, weights, num_blocks=info.num_blocks, block_size=info.block_size,
+                        max_model_len=info.max_model_len, device=engine.device, dtype=engine.dtype)  # fmt: skip
+        proposer = HeadProposer(head, info.block_size)
+        engine.tap(config.tap_layers, proposer.take, proposer.wants_rows)
+        return proposer
 
     def _medusa(self, engine: NativeEngine) -> MedusaProposer:
         config, weights = load_medusa(self.folder, engine.config)
@@ -137,7 +166,8 @@ def heads_of(own: WorkerSettings, target: Path, cache_dir: Path) -> Heads | None
     config = speculative_config.parse(own.speculative_config, is_native=own.engine != "torch")
     if config is not None and config.method == "auto":
         folder = _packaged(target) if own.engine != "torch" else None
-        heads = Heads(folder, "eagle3", target, own.block_size, comes_along=True) if folder else None
+        on_gpus = speculative_config.parse(own.speculative_config, is_native=False) is not None
+        heads = Heads(folder, "eagle3", target, own.block_size, True, on_gpus) if folder else None
         return heads if heads is not None and heads.fit() else None
     if config is None or config.method not in speculative_config.HEADS:
         return None

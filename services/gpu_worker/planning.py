@@ -21,6 +21,7 @@ from services.gpu_worker.gpu_memory import NOTHING_BESIDE, Beside, Budget
 from services.gpu_worker.kv_pool import block_bytes, cache_dtype, num_blocks_for
 from services.gpu_worker.model import native_decoder
 from services.gpu_worker.model.config import ModelConfig, NotNativeError
+from services.gpu_worker.speculative.head_proposer import MAX_KEPT_ROWS
 from services.gpu_worker.speculative.model_speculator import MAX_CATCH_UP_TOKENS
 from services.gpu_worker.weights.native_loader import refuse_unknown
 from services.gpu_worker.weights.outline import Outline
@@ -135,6 +136,16 @@ def draft_beside(outline: Outline, limits: Limits, device: torch.device) -> Besi
     own = replace(limits, max_num_batched_tokens=draft_tokens(limits.max_num_batched_tokens, limits.max_num_seqs))
     step = _card_step_bytes(config, own, length, computed.itemsize)
     return Beside(outline.device_bytes(computed), step, block_bytes(config, limits.block_size, kv_dtype))
+
+
+def head_beside(layer: ModelConfig, weight_bytes: int, num_taps: int, limits: Limits, device: torch.device) -> Beside:
+    """An EAGLE head on a GPU. layer: its own; num_taps: layers of the model that it reads, whose rows are kept."""
+    computed, _ = computed_types(device, limits.dtype, "auto")
+    own = replace(limits, max_num_batched_tokens=draft_tokens(limits.max_num_batched_tokens, limits.max_num_seqs))
+    length = min(limits.max_model_len or layer.max_position_embeddings, layer.max_position_embeddings)
+    step = _card_step_bytes(layer, own, length, computed.itemsize)
+    kept = (2 * limits.max_num_batched_tokens + MAX_KEPT_ROWS) * num_taps * layer.hidden_size * computed.itemsize
+    return Beside(weight_bytes, step + kept, block_bytes(layer, limits.block_size, computed))
 
 
 def draft_tokens(max_num_batched_tokens: int, max_num_seqs: int) -> int:

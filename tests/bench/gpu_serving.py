@@ -13,6 +13,7 @@ from shared.settings import current_environ, variable
 from tests.bench.performance_stack import serving
 
 Row = dict[str, Any]
+AUTO = '{"method": "auto"}'
 NGRAM = '{"method": "ngram", "num_speculative_tokens": 8}'
 
 
@@ -37,7 +38,7 @@ def speculation(settings: Mapping[str, str], load: tuple[int, int], timeout_s: f
         "services.gpu_worker.commands.bench_engine", "--num-requests", num_requests, "--concurrency", "1",
         "--prompt-tokens", "16", "--max-tokens", max_tokens,
     ]  # fmt: skip
-    for name, config in (("off", "none"), ("ngram", NGRAM)):
+    for name, config in (("off", "none"), ("ngram", NGRAM), ("auto", AUTO)):
         found = _run(arguments, _environ(settings, speculative_config=config), timeout_s)
         yield {"what": f"engine, 1 sequence, speculation {name}", "tok/s": found["output_tok_s"]}
 

@@ -28,7 +28,8 @@ def test_all_of_it_runs_at_tiny_sizes(interpreted: str, tmp_path: Path) -> None:
     for what in (
         "rms_norm", "matmul int4", "matmul fp8", "attention draft of 8", "draw top-p", "decode, batch",
         "alone and among", "cuBLAS", "SDPA", "8 rows, batch",
-        "guesses: the model itself drafts", "speculation ngram", "stack, 8 at a time",
+        "guesses: the model itself drafts", "guesses: eagle3", "guesses: medusa", "speculation ngram",
+        "speculation auto", "stack, 8 at a time",
     ):  # fmt: skip
         assert what in named and what in done.stdout
     assert (tmp_path / "gpu.md").read_text().count("\n| ") == len(rows) + 1

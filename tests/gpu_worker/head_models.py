@@ -8,6 +8,7 @@ import torch
 
 from services.gpu_worker.batch import Chunk
 from services.gpu_worker.commands import train_heads
+from services.gpu_worker.gpu_engine import GpuEngine
 from services.gpu_worker.model.rope import rope_tables
 from services.gpu_worker.native_engine import NativeEngine
 from services.gpu_worker.speculative.head_config import EagleConfig, MedusaConfig, eagle_like, last_layer
@@ -19,7 +20,7 @@ from services.gpu_worker.training.publish import publish
 from services.gpu_worker.training.self_text import Text
 from services.gpu_worker.training.trainer import Batch, Batcher, Target, Trainer, frequent_tokens
 from services.gpu_worker.weights.loader import open_source
-from tests.gpu_worker.any_engine import load_native
+from tests.gpu_worker.any_engine import load_gpu, load_native
 from tests.gpu_worker.tiny_models import Runner, save
 
 DRAFT_VOCAB_SIZE = 96
@@ -34,6 +35,11 @@ def save_tiny(folder: Path) -> None:
 def load_tiny(folder: Path) -> NativeEngine:
     save_tiny(folder)
     return load_native(folder, kv_cache_bytes=8 << 20)
+
+
+def load_tiny_gpu(folder: Path) -> GpuEngine:
+    save_tiny(folder)
+    return load_gpu(folder, kv_cache_bytes=8 << 20)
 
 
 def random_head(kind: str, folder: Path, seed: int = 0) -> tuple[EagleHead, Target]:
@@ -92,7 +98,7 @@ def trained(kind: str, engine: NativeEngine, model: Path, texts: list[list[int]]
     publish(head, ids, to, "int4", {})
 
 
-def read_rows(engine: NativeEngine, token_ids: list[int], layers: tuple[int, ...]) -> torch.Tensor:
+def read_rows(engine: NativeEngine | GpuEngine, token_ids: list[int], layers: tuple[int, ...]) -> torch.Tensor:
     seq = Runner(engine).sequence(token_ids, 1)
     return engine.hidden_rows(Chunk(seq, 0, len(token_ids), False), layers)
 

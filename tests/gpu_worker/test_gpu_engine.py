@@ -246,7 +246,7 @@ def test_quantised_weights_give_the_logits_of_the_same_weights_as_floats(quantiz
 
     want = logits(TorchEngine.load(tmp_path, quantization=quantization, **ROOM))
     engine = GpuEngine.load(tmp_path, CPU, quantization=quantization, **ROOM)
-    assert isinstance(engine._decoder._weights.layers[0].out.parts[0], PlanarWeight)  # type: ignore[attr-defined]
+    assert isinstance(engine.decoder.weights.layers[0].out.parts[0], PlanarWeight)  # type: ignore[attr-defined]
     got = logits(engine)
     assert (got - want).abs().max() < 0.01 * want.abs().max()
 
@@ -258,7 +258,7 @@ def test_embedding_and_output_head_stay_in_the_files_codes(tied: bool, tmp_path:
     write_gguf(model, path, type_name="Q8_0")
     text = prompts(1, low=20)[0]
     engine = GpuEngine.load(path, CPU, **ROOM)
-    weights: Any = engine._decoder._weights
+    weights: Any = engine.decoder.weights
     embedding, (head,) = weights.embedding.weight, weights.head.parts
     assert isinstance(embedding, PlanarWeight) and isinstance(head, PlanarWeight) and (head is embedding) == tied
     want, got = (

@@ -13,6 +13,7 @@ import torch
 
 from kernels.packed_weight import PackedWeight, packed_bytes
 from services.gpu_worker.commands import plan as command
+from services.gpu_worker.device import DeviceOptions
 from services.gpu_worker.engine import TorchEngine
 from services.gpu_worker.gpu_engine import GpuEngine, StepLimits
 from services.gpu_worker.gpu_memory import Beside
@@ -27,7 +28,7 @@ from services.gpu_worker.weights.outline import outline
 from shared.settings import WorkerSettings
 from tests.gpu_worker.any_engine import AnyEngine, load_native, load_torch
 from tests.gpu_worker.gguf_files import write_gguf
-from tests.gpu_worker.head_models import load_tiny, published, published_medusa
+from tests.gpu_worker.head_models import load_tiny, load_tiny_gpu, published, published_medusa
 from tests.gpu_worker.quantized_folders import quantize
 from tests.gpu_worker.test_default_model import model_path
 from tests.gpu_worker.test_gpu_engine import MadeUpCard
@@ -108,13 +109,35 @@ def test_heads_are_counted_with_their_blocks_and_what_is_kept_for_them(tmp_path:
     assert both.step_bytes - alone.step_bytes > 4 * 64 * num_taps * (num_rows + 2 * 64)
 
 
+@pytest.mark.parametrize("kind", ["eagle3", "eagle", "medusa"])
+@pytest.mark.parametrize("dtype", ["float16", "int4"])
+def test_heads_on_a_gpu_are_counted_as_they_lie_there(tmp_path: Path, kind: Any, dtype: str) -> None:
+    engine = load_tiny_gpu(tmp_path / "model")
+    if kind == "medusa":
+        published_medusa(tmp_path / "model", tmp_path / "head")
+    else:
+        published(kind, tmp_path / "model", tmp_path / "head", dtype)
+    heads = Heads(tmp_path / "head", kind, tmp_path / "model", LIMITS.block_size)
+    limits = StepLimits(64, 4, 0.9)
+    beside = heads.on_card(engine.device, limits, DeviceOptions())
+    proposer = heads.load(engine)
+    weights: Any = proposer._heads._weights if isinstance(proposer, MedusaProposer) else proposer._head._weights
+    shared = {t.data_ptr() for t in tensors_in(engine.decoder.weights)}
+    held = {t.data_ptr(): t.nbytes for t in tensors_in(weights) if t.data_ptr() not in shared and t.dim() > 1}
+    assert beside.weight_bytes == pytest.approx(sum(held.values()), rel=0.03)
+    num_taps, num_rows = (1, 4) if kind == "medusa" else (len(proposer._head.config.tap_layers), MAX_KEPT_ROWS)
+    assert beside.step_bytes > 4 * 64 * num_taps * (num_rows + 2 * 64)
+    pool = [] if isinstance(proposer, MedusaProposer) else proposer._head.cache.tensors()
+    assert beside.block_bytes * engine.info.num_blocks == sum(t.nbytes for t in pool)
+
+
 def held_bytes(engine: AnyEngine | GpuEngine) -> tuple[int, int]:
     """Of weights and of the pool, each piece of memory once."""
     if isinstance(engine, NativeEngine):
         weights = engine.decoder._kept[0]
         caches = [array for cache in engine.decoder.caches for array in (cache.k, cache.v)]
     elif isinstance(engine, GpuEngine):
-        weights, caches = engine._decoder._weights, [tensor for cache in engine._caches for tensor in cache.tensors()]
+        weights, caches = engine.decoder.weights, [tensor for cache in engine._caches for tensor in cache.tensors()]
     else:
         weights = engine._decoder.weights
         caches = [tensor for cache in engine._pool.layers for tensor in (cache.k, cache.v)]
@@ -262,6 +285,23 @@ def run(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[int, str, str]:
     status = command.main(args)
     printed = capsys.readouterr()
     return status, printed.out, printed.err
+
+
+def test_the_command_counts_who_guesses_on_a_card(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load_tiny_gpu(tmp_path / "model")
+    published("eagle3", tmp_path / "model", tmp_path / "head")
+    save("llama", tmp_path / "draft", vocab_size=300)
+    plans = []
+    for text in ("none", f'{{"method": "eagle3", "model": "{tmp_path / "head"}"}}',
+                 f'{{"method": "draft_model", "model": "{tmp_path / "draft"}"}}'):  # fmt: skip
+        monkeypatch.setenv("HEADRACE_SPECULATIVE_CONFIG", text)
+        status, out, _ = run(capsys, str(tmp_path / "model"), "--device", "4GiB", "--json")
+        assert status == 0
+        plans.append(json.loads(out))
+    for key in ("weight_bytes", "step_bytes", "block_bytes"):
+        assert min(plans[1][key], plans[2][key]) > plans[0][key]
 
 
 def test_the_command_says_what_fits(

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from pydantic import ByteSize, TypeAdapter, ValidationError
 
+from services.gpu_worker.device import DeviceOptions
+from services.gpu_worker.gpu_engine import StepLimits
 from services.gpu_worker.gpu_memory import NOTHING_BESIDE
 from services.gpu_worker.heads_loading import heads_of
 from services.gpu_worker.kv_pool import available_bytes
@@ -92,7 +94,11 @@ def make(args: argparse.Namespace) -> tuple[Plan, str, int | None]:
         path = model_source.resolve(speculation.model, common.cache_dir).path
         draft = outline(path, speculation.quantization)
     if memory is not None:
-        on_card = draft_beside(draft, limits, torch.device("cuda")) if draft else NOTHING_BESIDE
+        cuda, most = torch.device("cuda"), own.most_in_a_step(True)
+        on_card = draft_beside(draft, limits, cuda) if draft else NOTHING_BESIDE
+        if (heads := heads_of(own, source.path, common.cache_dir)) is not None:
+            options = DeviceOptions(card.dtype, card.enforce_eager, card.deterministic)
+            on_card = heads.on_card(cuda, StepLimits(*most, card.gpu_memory_utilization), options)
         return plan_card(found, limits, memory, on_card), source.name, memory
     is_native = cpu_engine(found.config, own.engine, limits) == "native"
     heads = heads_of(own, source.path, common.cache_dir) if is_native else None

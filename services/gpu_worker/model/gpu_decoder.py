@@ -24,12 +24,31 @@ from services.gpu_worker.model.layers import DecoderWeights, LayerWeights, Norm
 from services.gpu_worker.model.rope import Tables, local_rope_tables, rope_tables
 
 
+class Taps:
+    """What some layers of a decoder read, of all rows of a step: [N, layers, hidden_size], once it is computed. Numbers
+    of layers are `decoder.Decoder.hidden_rows`'s."""
+
+    def __init__(self, layers: tuple[int, ...]) -> None:
+        self.rows = torch.empty(0)
+        self._layers = layers
+
+    def keep(self, layer: int, x: torch.Tensor) -> None:
+        for place, number in enumerate(self._layers):
+            if number == layer:
+                if not self.rows.numel():
+                    self.rows = torch.empty(len(x), len(self._layers), x.shape[1], dtype=x.dtype, device=x.device)
+                self.rows[:, place] = x
+
+    def reads_last(self, num_layers: int) -> bool:
+        return any(layer >= num_layers for layer in self._layers)
+
+
 class GpuDecoder:
     """Weights are on the device, as `weights.on_device` keeps them."""
 
     def __init__(self, config: ModelConfig, weights: DecoderWeights, max_model_len: int) -> None:
         self.config = config
-        self._weights = weights
+        self.weights = weights
         device = weights.final_norm.weight.device
         self._angles = _halves(rope_tables(config, max_model_len), device)
         local = local_rope_tables(config, max_model_len)
@@ -40,9 +59,9 @@ class GpuDecoder:
             for windowed in (False, True)
         }
 
-    def forward(self, inputs: DeviceInputs, caches: Seq[KvCache]) -> torch.Tensor:
+    def forward(self, inputs: DeviceInputs, caches: Seq[KvCache], taps: Taps | None = None) -> torch.Tensor:
         """Store the K and V of all rows; the logits of the sample rows, float32 [S, vocab_size]."""
-        weights, config = self._weights, self.config
+        weights, config = self.weights, self.config
         residual = weights.embedding(inputs.token_ids)
         if config.embedding_scale != 1.0:
             residual *= config.embedding_scale
@@ -50,26 +69,33 @@ class GpuDecoder:
         if config.latent is not None:
             heads = all_heads(residual.shape[0], config.num_heads, residual.device)
         added: torch.Tensor | None = None
-        for layer, kind, cache in zip(weights.layers, config.layers, caches, strict=True):
-            y = _normed_sum(residual, added, layer.attn_norm)
+        for number, (layer, kind, cache) in enumerate(zip(weights.layers, config.layers, caches, strict=True)):
+            y = normed_sum(residual, added, layer.attn_norm)
+            if taps is not None:
+                taps.keep(number, residual)
             if heads is None:
-                added = self._attention(y, layer, kind, cache, inputs)
+                added = self.attention(y, layer, kind, cache, inputs)
             else:
                 added = gpu_latent_attention(y, layer, cache, inputs, self._angles, heads, config)
             added = self._added(added, layer.attn_post_norm)
-            y = _normed_sum(residual, added, layer.ffn_norm)
+            y = normed_sum(residual, added, layer.ffn_norm)
             added = self._added(gpu_feed_forward(y, layer.ffn, config), layer.ffn_post_norm)
         assert added is not None
         rows = inputs.sample_rows
-        return self._logits(
-            _normed_sum(residual.index_select(0, rows), added.index_select(0, rows), weights.final_norm)
-        )
+        if taps is None or not taps.reads_last(config.num_layers):
+            return self._logits(
+                normed_sum(residual.index_select(0, rows), added.index_select(0, rows), weights.final_norm)
+            )
+        y = normed_sum(residual, added, weights.final_norm)
+        taps.keep(config.num_layers, residual)
+        taps.keep(config.num_layers + 1, y)
+        return self._logits(y.index_select(0, rows))
 
     def _added(self, y: torch.Tensor, norm: Norm | None) -> torch.Tensor:
         y = y if norm is None else _normed(y, norm)
         return y if self.config.residual_scale == 1.0 else y * self.config.residual_scale
 
-    def _attention(
+    def attention(
         self, x: torch.Tensor, layer: LayerWeights, kind: LayerKind, cache: KvCache, inputs: DeviceInputs
     ) -> torch.Tensor:
         config = self.config
@@ -89,7 +115,7 @@ class GpuDecoder:
 
     def _logits(self, x: torch.Tensor) -> torch.Tensor:
         config = self.config
-        logits = self._weights.head(x)
+        logits = self.weights.head(x)
         if config.logit_scale != 1.0:
             logits *= config.logit_scale
         return softcap_(logits, config.logit_softcap) if config.logit_softcap else logits
@@ -108,7 +134,7 @@ def _attended(q: torch.Tensor, cache: KvCache, batches: Seq[AttentionBatch], opt
     return out
 
 
-def _normed_sum(residual: torch.Tensor, added: torch.Tensor | None, norm: Norm | None) -> torch.Tensor:
+def normed_sum(residual: torch.Tensor, added: torch.Tensor | None, norm: Norm | None) -> torch.Tensor:
     """residual += added, and its norm; without a norm residual itself, not to be changed while that is used."""
     if added is not None and norm is not None and norm.bias is None:
         return rms_norm(added, norm.weight, norm.eps, residual)

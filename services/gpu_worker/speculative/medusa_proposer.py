@@ -6,12 +6,13 @@ import time
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
 from services.gpu_worker.batch import Chunk, Sequence
 from services.gpu_worker.speculative.draft_model import strength_of
-from services.gpu_worker.speculative.native_medusa import NativeMedusa
+from services.gpu_worker.speculative.native_eagle import Guess
 from services.gpu_worker.speculative.proposer import NOTHING, Proposal
 from services.gpu_worker.speculative.row_cost import RowCost
 
@@ -27,10 +28,18 @@ class _Latest:
     rows: torch.Tensor
 
 
+class Medusa(Protocol):
+    """`NativeMedusa`, or `GpuMedusa`."""
+
+    num_heads: int
+
+    def guess(self, sequences: Seq[Sequence], rows: torch.Tensor, counts: Seq[int]) -> list[list[Guess]]: ...
+
+
 class MedusaProposer:
     """A `BatchProposer`, that is never behind; `take` is told of every step of the target that went well."""
 
-    def __init__(self, heads: NativeMedusa, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, heads: Medusa, clock: Callable[[], float] = time.monotonic) -> None:
         self.max_drafts = heads.num_heads
         self._heads = heads
         self._clock = clock

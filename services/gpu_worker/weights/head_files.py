@@ -15,21 +15,24 @@ from typing import Any
 
 import torch
 
+from kernels.matmul import prepare
 from kernels.packed_weight import GROUP, TILE_ROWS, PackedWeight, pack, pack_dense, packed_bytes
 from services.gpu_worker.model.config import NotNativeError
 from services.gpu_worker.weights.awq import AWQMatrix
 from services.gpu_worker.weights.compressed import PackedMatrix
+from services.gpu_worker.weights.device_codes import coded
 from services.gpu_worker.weights.gptq import GPTQMatrix
 from services.gpu_worker.weights.native_codes import codes_of, codes_type
 from services.gpu_worker.weights.quantization import readable_tensors
 from services.gpu_worker.weights.quantizers import quantize
 from services.gpu_worker.weights.safetensors import INDEX, QUANTIZATION, SINGLE, json_object, shard_paths, tensors_in
-from services.gpu_worker.weights.source import WeightsError
+from services.gpu_worker.weights.source import Coded, WeightsError
 from services.gpu_worker.weights.stored_tensors import Readable
 
 CONFIG = "config.json"
 MEDUSA_FILE = "medusa_lm_head.safetensors"
 _NOT_FLOATS = {"d2t": ("I64", "I32"), "t2d": ("BOOL", "U8"), "token_map": ("I64", "I32")}
+FEW_ROWS = 16  # that tell what all take
 FLOATS_AS = "Q8_0"  # what a head computes is a guess: speed counts more than its last bits
 
 
@@ -78,6 +81,19 @@ class HeadFiles:
             raise WeightsError(f"tensor {name!r}: a value is not finite")
         return pack(quantize(values, FLOATS_AS))
 
+    def stored(self, name: str, rows: int, columns: int) -> Coded | torch.Tensor:
+        """As products on a GPU take it: codes, or floats."""
+        return _stored(name, self._take(name, (rows, columns)), rows)
+
+    def device_bytes(self, dtype: torch.dtype) -> int:
+        """Of all matrices that are left, on a GPU that computes in dtype."""
+        total = 0
+        for name, tensor in self._tensors.items():
+            if len(tensor.shape) == 2:
+                rows = min(tensor.shape[0], FEW_ROWS)
+                total += prepare(_stored(name, tensor, rows), dtype, "cpu").num_bytes * tensor.shape[0] // rows
+        return total
+
     def dense(self, name: str, rows: int, columns: int) -> PackedWeight:
         """As floats."""
         return pack_dense(self._take(name, (rows, columns)).rows(0, rows).half())
@@ -105,6 +121,16 @@ class HeadFiles:
         if tensor.shape != shape:
             raise WeightsError(f"tensor {name!r}: shape {shape} expected, found {tensor.shape}")
         return tensor
+
+
+def _stored(name: str, tensor: Readable, rows: int) -> Coded | torch.Tensor:
+    """The first rows."""
+    if (codes := coded(tensor, 0, rows)) is not None:
+        return codes
+    values = tensor.rows(0, rows).float()
+    if not values.isfinite().all():
+        raise WeightsError(f"tensor {name!r}: a value is not finite")
+    return values
 
 
 def _held_as(name: str, tensor: Readable) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
@@ -12,6 +12,7 @@ from services.gpu_worker.batch import Engine
 from services.gpu_worker.composer import Budget
 from services.gpu_worker.engine_thread import EngineLoop
 from services.gpu_worker.gpu_engine import GpuEngine
+from services.gpu_worker.heads_loading import Heads
 from services.gpu_worker.running_set import RunningSet
 from services.gpu_worker.sampler import validate
 from services.gpu_worker.speculative.batch_proposer import BatchProposer
@@ -22,6 +23,7 @@ from shared.protocol import TokenChunk
 from shared.speculative_config import SpeculativeConfig
 from tests.gpu_worker.any_engine import load_gpu
 from tests.gpu_worker.engine_loops import run_joining, told_of
+from tests.gpu_worker.head_models import published, published_medusa
 from tests.gpu_worker.tiny_models import prompts, save
 from tests.interpreter import import_triton, interpret
 
@@ -35,6 +37,8 @@ pytestmark = [
 ]
 CONFIG = SpeculativeConfig(method="draft_model", model="x", num_speculative_tokens=2)
 SMALL = {"num_hidden_layers": 1, "vocab_size": 64}
+TINY = {"num_hidden_layers": 3, "vocab_size": 128, "hidden_size": 64, "intermediate_size": 96,
+        "num_attention_heads": 4, "head_dim": 16}  # fmt: skip
 PARAMS: list[dict[str, Any]] = [
     {}, {"temperature": 1.2, "seed": 7, "top_p": 0.9, "repetition_penalty": 1.2, "logprobs": 1},
 ]  # fmt: skip
@@ -75,3 +79,23 @@ def test_a_draft_models_guesses_change_no_token(tmp_path: Path, monkeypatch: pyt
         assert counts.accepted.total() >= counts.num_draft_tokens - 2, "but for those behind an end"
     else:
         assert counts.accepted.total() < counts.num_draft_tokens
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "medusa"])
+def test_heads_guess_with_kernels_what_they_guess_with_specifications(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: Literal["eagle3", "medusa"]
+) -> None:
+    save("llama", tmp_path / "model", **TINY)
+    if kind == "medusa":
+        published_medusa(tmp_path / "model", tmp_path / "head", 2, 1)
+    else:
+        published(kind, tmp_path / "model", tmp_path / "head")
+    engine = load_gpu(tmp_path / "model", kv_cache_bytes=1 << 20, block_size=8)
+    proposer = Heads(tmp_path / "head", kind, tmp_path / "model", 8).load(engine)
+    proposer._clock = lambda: 0.0
+    want, found, _ = run(engine, proposer, [0, 1])
+    interpret(monkeypatch)
+    got, counts, _ = run(engine, proposer, [0, 1])
+    assert [c.ids for c in got] == [c.ids for c in want]
+    assert (counts.num_draft_tokens, counts.accepted) == (found.num_draft_tokens, found.accepted)
+    assert counts.num_draft_tokens >= 4

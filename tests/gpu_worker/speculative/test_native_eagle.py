@@ -1,29 +1,48 @@
-"""EAGLE heads on native ops against the modules that learn, which are the specification."""
+"""EAGLE heads on native ops, and on a GPU's, against the modules that learn, which are the specification."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from kernels.gumbel import NoiseKey, gumbel_noise_at
 from services.gpu_worker.batch import Sequence
+from services.gpu_worker.gpu_engine import GpuEngine
+from services.gpu_worker.heads_loading import Heads
 from services.gpu_worker.native_engine import NativeEngine
+from services.gpu_worker.speculative.gpu_eagle import GpuEagle
+from services.gpu_worker.speculative.head_proposer import HeadProposer
 from services.gpu_worker.speculative.native_eagle import Guess, NativeEagle, Wanted, load_eagle
 from services.gpu_worker.training.eagle import EagleHead, Passes
 from services.gpu_worker.training.trainer import Target
-from tests.gpu_worker.head_models import load_tiny, published, read_rows
+from tests.gpu_worker.head_models import load_tiny, load_tiny_gpu, published, read_rows
 from tests.gpu_worker.tiny_models import Runner, prompts
 
 KINDS = ["eagle", "eagle3"]
+LOADS = pytest.mark.parametrize("load", [load_tiny, load_tiny_gpu], ids=["native", "gpu"])
 
 
-def loaded(engine: NativeEngine, kind: str, folder: Path) -> NativeEagle:
+def loaded(engine: NativeEngine | GpuEngine, kind: Any, folder: Path) -> NativeEagle | GpuEagle:
+    if isinstance(engine, GpuEngine):
+        proposer = Heads(folder, kind, folder.parent / "model", engine.info.block_size).load(engine)
+        assert isinstance(proposer, HeadProposer) and isinstance(proposer._head, GpuEagle)
+        return proposer._head
     config, weights = load_eagle(folder, kind, engine.config, engine.decoder.weights)
     info = engine.info
     return NativeEagle(config, weights, engine.decoder, num_blocks=info.num_blocks, block_size=info.block_size,
                        max_model_len=info.max_model_len)  # fmt: skip
+
+
+def known(guesses: list[list[Guess]]) -> list[list[tuple[int, object]]]:
+    """Where a GPU's kernels are stood in for, torch's products round by how many rows there are."""
+    return [[(guess.token_id, pytest.approx(guess.logprob, abs=1e-4)) for guess in own] for own in guesses]
+
+
+def as_known(guesses: list[list[Guess]]) -> list[list[tuple[int, float]]]:
+    return [[(guess.token_id, guess.logprob) for guess in own] for own in guesses]
 
 
 def ids_in(guesses: list[Guess]) -> list[int]:
@@ -47,14 +66,17 @@ def chain_logits(
     return torch.stack(found)
 
 
-def wanted(engine: NativeEngine, seq: Sequence, layers: tuple[int, ...], count: int, first: int = 0) -> Wanted:
+def wanted(
+    engine: NativeEngine | GpuEngine, seq: Sequence, layers: tuple[int, ...], count: int, first: int = 0
+) -> Wanted:
     return Wanted(seq, first, read_rows(engine, seq.token_ids, layers)[first:-1], count)
 
 
+@LOADS
 @pytest.mark.parametrize("kind", KINDS)
-def test_greedy_guesses_are_as_good_to_the_module_as_its_own(tmp_path: Path, kind: str) -> None:
+def test_greedy_guesses_are_as_good_to_the_module_as_its_own(tmp_path: Path, kind: str, load: Any) -> None:
     """Weights and activations of 8 bits round, so a guess may be another where two are nearly as good."""
-    engine = load_tiny(tmp_path / "model")
+    engine = load(tmp_path / "model")
     head, target = published(kind, tmp_path / "model", tmp_path / "head")
     eagle = loaded(engine, kind, tmp_path / "head")
     runner = Runner(engine)
@@ -71,11 +93,14 @@ def test_greedy_guesses_are_as_good_to_the_module_as_its_own(tmp_path: Path, kin
         behind.append((logits.amax(-1) - logits[range(4), places]) / logits.std(-1))
         runner.free(seq)
     assert torch.stack(behind).mean() < 0.03 and torch.stack(behind).max() < 0.5
+    if load is load_tiny_gpu:
+        assert torch.stack(behind).max() < 1e-4, "its floats stay floats"
 
 
+@LOADS
 @pytest.mark.parametrize("kind", KINDS)
-def test_guesses_do_not_depend_on_mates_or_on_how_rows_come(tmp_path: Path, kind: str) -> None:
-    engine = load_tiny(tmp_path / "model")
+def test_guesses_do_not_depend_on_mates_or_on_how_rows_come(tmp_path: Path, kind: str, load: Any) -> None:
+    engine = load(tmp_path / "model")
     published(kind, tmp_path / "model", tmp_path / "head")
     eagle = loaded(engine, kind, tmp_path / "head")
     runner, layers = Runner(engine), eagle.config.tap_layers
@@ -84,16 +109,18 @@ def test_guesses_do_not_depend_on_mates_or_on_how_rows_come(tmp_path: Path, kind
     alone = [eagle.guess([wanted(engine, s, layers, 1 + i % 4)])[0] for i, s in enumerate(sequences)]
     assert [len(ids) for ids in alone] == [1 + i % 4 for i in range(7)]
     together = eagle.guess([wanted(engine, s, layers, 1 + i % 4) for i, s in enumerate(sequences)])
-    assert together == alone
+    assert as_known(together) == known(alone)
     for seq in sequences:  # the first rows a step earlier, the rest now
-        cut = Sequence(seq.sid, 1, seq.choice, seq.params, seq.num_prompt_tokens, seq.token_ids[:5], seq.block_ids)
+        cut = Sequence(seq.sid, 1, seq.choice, seq.params, 5, seq.token_ids[:5], seq.block_ids)
         eagle.guess([wanted(engine, cut, layers, 3)])
-    assert eagle.guess([wanted(engine, s, layers, 1 + i % 4, first=4) for i, s in enumerate(sequences)]) == alone
+    again = [wanted(engine, s, layers, 1 + i % 4, first=4) for i, s in enumerate(sequences)]
+    assert as_known(eagle.guess(again)) == known(alone)
 
 
+@LOADS
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_is_drawn_has_the_noise_of_its_token_and_position(tmp_path: Path, kind: str) -> None:
-    engine = load_tiny(tmp_path / "model")
+def test_what_is_drawn_has_the_noise_of_its_token_and_position(tmp_path: Path, kind: str, load: Any) -> None:
+    engine = load(tmp_path / "model")
     head, target = published(kind, tmp_path / "model", tmp_path / "head")
     eagle = loaded(engine, kind, tmp_path / "head")
     runner = Runner(engine)
@@ -106,12 +133,13 @@ def test_what_is_drawn_has_the_noise_of_its_token_and_position(tmp_path: Path, k
         noise = gumbel_noise_at([NoiseKey(seed=number, position=0, choice=1)], [target.token_ids])[0]
         num_equal += guess == int(target.token_ids[(logits / 2.0 + noise).argmax()])
         runner.free(seq)
-    assert num_equal >= 16
+    assert num_equal >= (20 if load is load_tiny_gpu else 16)
 
 
-def test_a_head_may_begin_at_any_block(tmp_path: Path) -> None:
+@LOADS
+def test_a_head_may_begin_at_any_block(tmp_path: Path, load: Any) -> None:
     """Where it has not seen the first blocks of a text, it reads the rest as if that began there."""
-    engine = load_tiny(tmp_path / "model")
+    engine = load(tmp_path / "model")
     published("eagle3", tmp_path / "model", tmp_path / "head")
     eagle = loaded(engine, "eagle3", tmp_path / "head")
     runner, size = Runner(engine), engine.info.block_size
@@ -119,4 +147,4 @@ def test_a_head_may_begin_at_any_block(tmp_path: Path) -> None:
     taps = read_rows(engine, seq.token_ids, eagle.config.tap_layers)[size:-1]
     got = eagle.guess([Wanted(seq, size, taps, 4, base=size)])
     rest = Sequence("rest", 1, 0, seq.params, 3, seq.token_ids[size:], runner.sequence([0], 4 * size).block_ids)
-    assert eagle.guess([Wanted(rest, 0, taps, 4)]) == got
+    assert as_known(eagle.guess([Wanted(rest, 0, taps, 4)])) == known(got)
