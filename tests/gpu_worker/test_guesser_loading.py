@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from services.gpu_worker import __main__ as main
-from services.gpu_worker import heads_loading
+from services.gpu_worker import device, heads_loading
 from services.gpu_worker.speculative import native_eagle
 from services.gpu_worker.speculative.auto import AutoSpeculator
 from services.gpu_worker.speculative.model_speculator import ModelSpeculator
@@ -79,6 +79,42 @@ def test_torch_does_not_by_default_and_leaves_no_room_for_it(
     assert not [m for m in caplog.messages if "guessing from texts alone" in m]
     assert engine.info.num_blocks == load(folder, speculative_config="none", **own)[0].info.num_blocks
     assert isinstance(load(folder, speculative_config='{"method": "auto"}', **own)[3], Speculator)
+
+
+@pytest.fixture
+def on_gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[..., main.Loaded]:
+    """Loads for one that the CPU plays, with kernels' specifications."""
+    monkeypatch.setattr(device, "interpreted", lambda: True)
+
+    def loaded(folder: Path, config: str, **asked: Any) -> main.Loaded:
+        settings = WorkerSettings(kv_cache_bytes=4 << 20, threads=1, speculative_config=config)
+        common = CommonSettings(model=str(folder / KNOWN.file_name))
+        return main._load(common, settings, DeviceSettings(device="cuda", **asked), ScriptedSettings())
+
+    return loaded
+
+
+def test_a_gpu_does_not_by_default_and_leaves_no_room_for_it(folder: Path, on_gpu: Callable[..., main.Loaded]) -> None:
+    """Who is asked for by name guesses there, in a part of the same memory."""
+    engine, _, _, drafter = on_gpu(folder, "auto")
+    assert drafter is None and engine.info.on_card
+    without = on_gpu(folder, "none")[0].info.num_blocks
+    assert engine.info.num_blocks == without
+    for config, kind in (
+        ('{"method": "auto"}', AutoSpeculator), (EAGLE, ModelSpeculator),
+        (f'{{"method": "draft_model", "model": "{folder / KNOWN.file_name}"}}', ModelSpeculator),
+    ):  # fmt: skip
+        engine, _, _, drafter = on_gpu(folder, config)
+        assert isinstance(drafter, kind) and engine.info.on_card and engine.info.num_blocks < without
+
+
+def test_a_head_that_is_spoilt_stops_no_gpu_that_has_not_asked_for_it(
+    folder: Path, on_gpu: Callable[..., main.Loaded]
+) -> None:
+    truncate(folder / NAME)
+    assert isinstance(on_gpu(folder, '{"method": "auto"}')[3], Speculator)
+    with pytest.raises((SettingsError, main.ModelFailure), match="cannot be served"):
+        on_gpu(folder, EAGLE)
 
 
 def test_the_scripted_engine_does_not_by_default() -> None:
