@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
@@ -18,6 +18,7 @@ from services.gpu_worker.batch import Chunk, Engine, SampledToken, Sequence
 from services.gpu_worker.speculative.draft_blocks import DraftBlocks
 from services.gpu_worker.speculative.proposer import NOTHING, Proposal
 from services.gpu_worker.speculative.row_cost import RowCost
+from services.gpu_worker.steps import Step, starter
 from shared.speculative_config import MAX_SPECULATIVE_TOKENS
 
 # How sure it is of a token, by the probability that it gave it: bounds of strengths, each a level of `acceptance`.
@@ -46,6 +47,15 @@ class _Shadow:
         return len(self.own.token_ids) - self.own.num_computed
 
 
+@dataclass(frozen=True, slots=True)
+class _Begun:
+    """A step of its engine. at: when it began."""
+
+    chunks: Seq[Chunk]
+    step: Step
+    at: float
+
+
 class DraftModel:
     """A `BatchProposer`. engine: of as many blocks as the target's, and of the target's vocabulary (see `vocab_map` for
     others). cost: what is known of its steps already."""
@@ -54,6 +64,8 @@ class DraftModel:
         self, engine: Engine, cost: RowCost | None = None, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._engine = engine
+        self._start = starter(engine, overlap=engine.info.on_card)
+        self._taken_at = 0.0
         self._cost = cost or RowCost()
         self._clock = clock
         self._blocks = DraftBlocks()
@@ -81,13 +93,31 @@ class DraftModel:
             del self._shadows[seq.sid]
 
     def propose(self, sequences: Seq[Sequence], most: Seq[int], num_tokens: int) -> list[Proposal]:
+        """On a GPU a step begins before the one is over whose tokens it reads there."""
         shadows = [self._follow(seq) for seq in sequences]
         chunks = self._catching_up(shadows, num_tokens)
+        before: _Begun | None = None
         while chunks:
-            self._step(chunks)
-            going_on = [s for s, count in zip(shadows, most, strict=True) if 0 < len(s.guesses) < count]
-            chunks = [Chunk(s.own, s.own.num_computed, 1, True) for s in going_on if self._has_room(s)]
+            begun: _Begun | None = self._begin(chunks)
+            self._take(before)
+            if begun is not None and not begun.step.may_be_followed:
+                self._take(begun)
+                begun = None
+            drawing = {id(c.seq) for c in begun.chunks if c.sample} if begun else set()
+            chunks = self._going_on(shadows, most, drawing)
+            before = begun
+        self._take(before)
         return [_proposal(s.guesses) for s in shadows]
+
+    def _going_on(self, shadows: Seq[_Shadow], most: Seq[int], drawing: Set[int]) -> list[Chunk]:
+        """One token of each whose last guess is known or being drawn, and that is to have more."""
+        chunks = []
+        for shadow, count in zip(shadows, most, strict=True):
+            is_drawing = id(shadow.own) in drawing
+            num_tokens = len(shadow.own.token_ids) + is_drawing
+            if 0 < len(shadow.guesses) + is_drawing < count and self._has_room(shadow, num_tokens):
+                chunks.append(Chunk(shadow.own, num_tokens - 1, 1, True))
+        return chunks
 
     # --- sequences ---------------------------------------------------------------------------------------------------
 
@@ -152,17 +182,23 @@ class DraftModel:
             chunks.append(Chunk(shadow.own, shadow.own.num_computed, count, count == behind))
         return chunks
 
-    def _has_room(self, shadow: _Shadow) -> bool:
+    def _has_room(self, shadow: _Shadow, num_tokens: int) -> bool:
         own, info = shadow.own, self._engine.info
-        return len(own.token_ids) <= min(info.max_model_len, len(own.block_ids) * info.block_size)
+        return num_tokens <= min(info.max_model_len, len(own.block_ids) * info.block_size)
 
-    def _step(self, chunks: Seq[Chunk]) -> None:
+    def _begin(self, chunks: Seq[Chunk]) -> _Begun:
         size, started = self._engine.info.block_size, self._clock()
         for chunk in chunks:
             end = chunk.start + chunk.count
             self._blocks.write(chunk.seq.block_ids[chunk.start // size : -(-end // size)])
-        drawn = self._engine.step(chunks)
-        self._cost.observe(sum(c.count for c in chunks), self._clock() - started)
+        return _Begun(chunks, self._start(chunks), started)
+
+    def _take(self, begun: _Begun | None) -> None:
+        if begun is None:
+            return
+        chunks, drawn, ended = begun.chunks, begun.step.results(), self._clock()
+        self._cost.observe(sum(c.count for c in chunks), ended - max(begun.at, self._taken_at))
+        self._taken_at = ended
         for chunk, tokens in zip(chunks, drawn, strict=True):
             chunk.seq.num_computed += chunk.count
             if tokens:

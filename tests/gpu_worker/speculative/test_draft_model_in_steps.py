@@ -8,16 +8,18 @@ from typing import Any
 
 import pytest
 
-from services.gpu_worker.batch import Engine
+from services.gpu_worker.batch import Chunk, Engine
 from services.gpu_worker.composer import Budget
 from services.gpu_worker.draft_loading import draw_on_device
 from services.gpu_worker.engine_thread import EngineLoop
+from services.gpu_worker.gpu_step import GpuStep
 from services.gpu_worker.metrics_defs import WorkerMetrics
 from services.gpu_worker.running_set import Change, RunningSet
 from services.gpu_worker.sampler import validate
 from services.gpu_worker.speculative.draft_model import DraftModel
 from services.gpu_worker.speculative.model_speculator import ModelSpeculator
 from services.gpu_worker.speculative.vocab_map import MappedEngine, VocabMap
+from services.gpu_worker.steps import starter
 from shared import scripted_vocab as vocab
 from shared.protocol import TokenChunk
 from shared.speculative_config import SpeculativeConfig
@@ -26,7 +28,7 @@ from tests.gpu_worker.any_engine import load_gpu, load_native, load_torch
 from tests.gpu_worker.builders import make_engine, make_running
 from tests.gpu_worker.engine_loops import run_joining, told_of
 from tests.gpu_worker.overlapping_engine import OverlappingScripted
-from tests.gpu_worker.tiny_models import VOCAB_SIZE, prompts, save
+from tests.gpu_worker.tiny_models import VOCAB_SIZE, Runner, prompts, save
 
 CONFIG = SpeculativeConfig(method="draft_model", model="a smaller one", num_speculative_tokens=4)
 CONTROLS: list[dict[str, Any]] = [
@@ -133,6 +135,32 @@ def test_a_draft_model_of_another_vocabulary_draws_the_targets_tokens(tmp_path: 
     counts = speculator(loop).counts["draft_model"]
     assert drawn_of(got, load) == drawn_of(want, load)
     assert 0 < counts.accepted.total() < 0.8 * counts.num_draft_tokens
+
+
+@pytest.mark.parametrize("params", [{}, {"repetition_penalty": 1.2}])
+def test_a_gpus_guess_begins_before_the_one_is_known_that_it_reads(
+    tmp_path: Path, params: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where no penalty must know them all."""
+    save("llama", tmp_path)
+    engine = load_gpu(tmp_path, kv_cache_bytes=1 << 20, block_size=8)
+    runner, events, begin = Runner(engine), [], engine.begin
+
+    def told(chunks: list[Chunk]) -> GpuStep:
+        step = begin(chunks)
+        results = step.results
+        monkeypatch.setattr(step, "results", lambda: events.append("take") or results())
+        events.append("begin")
+        return step
+
+    one_by_one, ahead = DraftModel(engine), DraftModel(engine)
+    one_by_one._start = starter(engine, overlap=False)
+    sequences = [runner.sequence(text, 8, temperature=0.7, **params) for text in prompts(3, low=9, high=12)]
+    want = one_by_one.propose(sequences, [4, 4, 3], 100)
+    monkeypatch.setattr(engine, "begin", told)
+    assert ahead.propose(sequences, [4, 4, 3], 100) == want and [len(p.ids) for p in want] == [4, 4, 3]
+    overlapping = ["begin", "begin", "take", "begin", "take", "begin", "take", "take"]
+    assert events == (["begin", "take"] * 4 if params else overlapping)
 
 
 async def test_metrics_tell_what_was_drafted_accepted_and_saved() -> None:
