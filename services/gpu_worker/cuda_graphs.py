@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 
 from services.gpu_worker.gpu_inputs import DeviceInputs, num_bytes, upload
+from services.gpu_worker.model.gpu_decoder import Taps
 
 log = logging.getLogger(__name__)
 
@@ -27,7 +28,9 @@ SHORTEST, LENGTH_FACTOR = 1024, 4  # keys of the first bucket, and from one to t
 RECORDED_AFTER = 3  # steps of a bucket
 NOWHERE = -1  # slot of a row that is not there
 
-Forward = Callable[[DeviceInputs], torch.Tensor]
+
+class Forward(Protocol):
+    def __call__(self, inputs: DeviceInputs, /, *, taps: Taps | None) -> torch.Tensor: ...
 
 
 class Recorder(Protocol):
@@ -113,6 +116,7 @@ class _Graph:
     inputs: DeviceInputs  # views of that
     replay: Callable[[], None]
     logits: torch.Tensor  # float32 [num_seqs, vocab_size]
+    taps: Taps | None  # which each replay fills anew
 
 
 class DecodeGraphs:
@@ -129,10 +133,19 @@ class DecodeGraphs:
         self._graphs: dict[Bucket, _Graph] = {}
         self._met: Counter[Bucket] = Counter()
         self._due: tuple[Bucket, DeviceInputs] | None = None
+        self._tap_layers: tuple[int, ...] = ()
 
-    def run(self, inputs: DeviceInputs, fill_in: Callable[[torch.Tensor], None]) -> torch.Tensor | None:
+    def tap(self, layers: tuple[int, ...]) -> None:
+        """From now on graphs keep what these read, whether a step wants it or not."""
+        self._tap_layers, self._due = layers, None
+        self._graphs.clear()
+        self._met.clear()
+
+    def run(
+        self, inputs: DeviceInputs, fill_in: Callable[[torch.Tensor], None], taps: Taps | None = None
+    ) -> torch.Tensor | None:
         """The step's logits, until the next one runs; None if there is no graph for it. inputs: on the host; fill_in is
-        given the token ids once they are on the device."""
+        given the token ids once they are on the device. taps: to be filled, of the layers that graphs keep."""
         bucket = bucket_of(inputs, self._max_num_seqs, self._max_model_len)
         if bucket is None:
             return None
@@ -145,7 +158,10 @@ class DecodeGraphs:
         upload(fill_up(inputs, bucket, self._block_size).tensors(), self._device, graph.buffer)
         fill_in(graph.inputs.token_ids)
         graph.replay()
-        return graph.logits[: inputs.token_ids.shape[0]]
+        num_rows = inputs.token_ids.shape[0]
+        if taps is not None and graph.taps is not None:
+            taps.rows = graph.taps.rows[:num_rows].clone()
+        return graph.logits[:num_rows]
 
     def record_due(self) -> None:
         """After a step has begun: a graph that has become due. What cannot be recorded is computed as before."""
@@ -156,9 +172,10 @@ class DecodeGraphs:
         try:
             buffer = torch.empty(num_bytes(host.tensors()), dtype=torch.uint8, device=self._device)
             inputs = host.with_tensors(upload(host.tensors(), self._device, buffer))
-            replay, logits = self._recorder.record(lambda: self._forward(inputs))
+            taps = Taps(self._tap_layers) if self._tap_layers else None
+            replay, logits = self._recorder.record(lambda: self._forward(inputs, taps=taps))
         except (RuntimeError, MemoryError) as e:
             log.warning("no graph of %d sequences of %d tokens: %s", bucket.num_seqs, bucket.longest, e)
             return
-        self._graphs[bucket] = _Graph(buffer, inputs, replay, logits)
+        self._graphs[bucket] = _Graph(buffer, inputs, replay, logits, taps)
         log.debug("recorded a graph of %d sequences of %d tokens", bucket.num_seqs, bucket.longest)

@@ -114,8 +114,10 @@ class GpuEngine:
 
     def tap(self, layers: tuple[int, ...], tell: TellTaps, wants: WantsTaps = lambda chunks: True) -> None:
         """As `NativeEngine.tap`; rows stay on the device, in the type that is computed in. Chunks come in the order of
-        their rows. Such steps are no graphs."""
+        their rows."""
         self._tap_layers, self._tell_taps, self._wants_taps = layers, tell, wants
+        if self._graphs is not None:
+            self._graphs.tap(layers)
 
     @classmethod
     def load(
@@ -234,7 +236,7 @@ class GpuEngine:
             if before is not None:
                 before.tokens.fill_in(token_ids)
 
-        logits = None if self._graphs is None or taps is not None else self._graphs.run(inputs, fill_in)
+        logits = None if self._graphs is None else self._graphs.run(inputs, fill_in, taps)
         if logits is None:
             inputs = inputs.with_tensors(upload(inputs.tensors(), self._device))
             fill_in(inputs.token_ids)

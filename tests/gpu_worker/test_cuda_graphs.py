@@ -120,6 +120,25 @@ def test_tokens_are_those_of_steps_without_graphs(folder: Path, overlap: bool) -
     assert rerun.num_recorded == 1 and rerun.num_replays > 4
 
 
+def test_what_layers_read_is_kept_with_a_graph_as_without(folder: Path) -> None:
+    """Of the rows that there are, and for good: the next step writes anew. Not of a step that nobody wants it of."""
+    layers, told = (0, 2, 4), []
+    for recorder in (None, Rerun()):
+        engine = GpuEngine.load(folder, CPU, recorder=recorder, **ROOM)
+        kept: list[tuple[list[str], torch.Tensor]] = []
+        wanted = iter([True] * 9 + [False] + [True] * 20)
+        engine.tap(layers, lambda chunks, taps, kept=kept: kept.append(([c.seq.sid for c in chunks], taps)),
+                   lambda chunks, wanted=wanted: next(wanted))  # fmt: skip
+        runner = Runner(engine)
+        runner.run([runner.sequence(text, 14) for text in prompts(3, seed=6)])
+        told.append(kept)
+    assert isinstance(recorder, Rerun) and recorder.num_replays > 4
+    assert len(told[0]) == len(told[1]) == 13
+    for (sids, rows), (other_sids, other_rows) in zip(*told, strict=True):
+        assert sids == other_sids and rows.shape == other_rows.shape and rows.shape[1:] == (3, 48)
+        torch.testing.assert_close(rows, other_rows, rtol=1e-4, atol=1e-4)
+
+
 def test_a_graph_is_recorded_once_its_bucket_has_been_met_often(folder: Path) -> None:
     rerun = Rerun()
     runner = Runner(GpuEngine.load(folder, CPU, recorder=rerun, **ROOM))

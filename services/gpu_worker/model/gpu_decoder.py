@@ -35,7 +35,7 @@ class Taps:
     def keep(self, layer: int, x: torch.Tensor) -> None:
         for place, number in enumerate(self._layers):
             if number == layer:
-                if not self.rows.numel():
+                if not self.rows.numel():  # a graph that is recorded writes to the same rows again
                     self.rows = torch.empty(len(x), len(self._layers), x.shape[1], dtype=x.dtype, device=x.device)
                 self.rows[:, place] = x
 
