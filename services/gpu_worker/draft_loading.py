@@ -18,6 +18,7 @@ from services.gpu_worker.model.config import ConfigError, ModelConfig
 from services.gpu_worker.planning import Limits, cpu_block_bytes, draft_beside, draft_tokens
 from services.gpu_worker.sampler import Draw
 from services.gpu_worker.speculative.vocab_map import MappedEngine, map_vocabularies
+from services.gpu_worker.warm_up import sizes_on, warm_up_engine
 from services.gpu_worker.weights.loader import open_source
 from services.gpu_worker.weights.outline import outline
 from shared import model_source, speculative_config
@@ -80,8 +81,8 @@ class Draft:
         mapped = map_vocabularies(*_vocabularies(target, self.source), info.vocab_size, engine.info.vocab_size)
         if mapped is None:
             return engine
-        if isinstance(engine, GpuEngine) and device is not None:
-            return MappedEngine(engine, mapped, device, draw_on_device)
+        if isinstance(engine, GpuEngine):
+            return MappedEngine(engine, mapped, engine.device, draw_on_device)
         return MappedEngine(engine, mapped)
 
     def _engine(
@@ -92,12 +93,15 @@ class Draft:
             draft_tokens(limits.max_num_batched_tokens, limits.max_num_seqs), limits.max_num_seqs, limits.memory_share
         )
         kind = "auto" if info.on_card else cpu_kind(self.kind, self.cache_dir)
-        return load_engine(
+        engine = load_engine(
             kind, self.source.path, self.cache_dir, num_threads=self.num_threads, num_blocks=info.num_blocks,
             block_size=self.block_size, max_model_len=length, kv_cache_dtype=self.kv_cache_dtype,
             quantization=self.quantization, device=device if info.on_card else None, needs_device=info.on_card,
             limits=own, options=options if info.on_card else None,
         )  # fmt: skip
+        if isinstance(engine, GpuEngine):
+            warm_up_engine(engine, sizes_on(engine.device))
+        return engine
 
 
 def draw_on_device(logits: torch.Tensor, draws: Seq[Draw]) -> list[SampledToken | None]:

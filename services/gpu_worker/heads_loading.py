@@ -30,6 +30,7 @@ from services.gpu_worker.speculative.head_proposer import MAX_KEPT_ROWS, HeadPro
 from services.gpu_worker.speculative.medusa_proposer import MedusaProposer
 from services.gpu_worker.speculative.native_eagle import NativeEagle, load_eagle
 from services.gpu_worker.speculative.native_medusa import NativeMedusa, load_medusa, no_layers
+from services.gpu_worker.warm_up import sizes_on, warm_up_eagle, warm_up_medusa
 from services.gpu_worker.weights.head_files import CONFIG, HeadFiles
 from services.gpu_worker.weights.loader import open_source
 from services.gpu_worker.weights.native_loader import return_freed_memory
@@ -135,12 +136,16 @@ class Heads:
         info, target, shared = engine.info, engine.config, engine.decoder.weights
         if self.kind == "medusa":
             medusa, its_weights = load_gpu_medusa(self.folder, target, engine.device, engine.dtype)
-            medusa_proposer = MedusaProposer(GpuMedusa(medusa, its_weights, engine.device))
+            heads = GpuMedusa(medusa, its_weights, engine.device)
+            rows = torch.zeros(1, medusa.hidden_size, dtype=engine.dtype, device=engine.device)
+            warm_up_medusa(heads, rows, sizes_on(engine.device))
+            medusa_proposer = MedusaProposer(heads)
             engine.tap(medusa.tap_layers, medusa_proposer.take)
             return medusa_proposer
         config, weights = load_gpu_eagle(self.folder, self.kind, target, shared, engine.device, engine.dtype)
         head = GpuEagle(config, weights, num_blocks=info.num_blocks, block_size=info.block_size,
                         max_model_len=info.max_model_len, device=engine.device, dtype=engine.dtype)  # fmt: skip
+        warm_up_eagle(head, len(config.tap_layers), sizes_on(engine.device), info.max_model_len)
         proposer = HeadProposer(head, info.block_size)
         engine.tap(config.tap_layers, proposer.take, proposer.wants_rows)
         return proposer

@@ -149,7 +149,8 @@ class GpuEagle:
         self.later_s = 0.0
         self._weights = weights
         self._block_size = block_size
-        self._device = device
+        self.device = device
+        self.dtype = dtype
         self._layer = drafting_layer(config)
         with torch.inference_mode(), memory_errors():
             self._decoder = GpuDecoder(self._layer, weights.decoder, max_model_len)
@@ -212,7 +213,7 @@ class GpuEagle:
 
     def _uploaded(self, places: Seq[_Place]) -> list[_Place]:
         each = [place.tensors() for place in places]
-        there = iter(upload([tensor for tensors in each for tensor in tensors], self._device))
+        there = iter(upload([tensor for tensors in each for tensor in tensors], self.device))
         return [place.with_tensors([next(there) for _ in tensors]) for place, tensors in zip(places, each, strict=True)]
 
     def _places(self, wanted: Seq[Wanted]) -> list[_Place]:
