@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,11 @@ def load(**own: Any) -> main.Loaded:
     return main._load(CommonSettings(model=str(model_path())), settings, DeviceSettings(), ScriptedSettings())
 
 
+@pytest.fixture(scope="module")
+def default() -> main.Loaded:
+    return load()
+
+
 def texts() -> list[list[int]]:
     """Of the benchmark: what is copied, what repeats itself, and what does neither."""
     tokenizer = Tokenizer.from_source(model_source.resolve(str(model_path()), Path()))
@@ -48,7 +54,9 @@ def texts() -> list[list[int]]:
     return [tokenizer.encode(prompt, add_special_tokens=True) for prompt in prompts]
 
 
-def answers(loaded: main.Loaded, prompts: list[list[int]], overlap: bool) -> list[TokenChunk]:
+def answers(
+    loaded: main.Loaded, prompts: list[list[int]], overlap: bool = False, controls: Sequence[dict[str, Any]] = CONTROLS
+) -> list[TokenChunk]:
     """All beside each other."""
     engine, validate, cost, drafter = loaded
     running = RunningSet(engine.info, Budget(64, 64, 64), validate, drafter)
@@ -56,7 +64,7 @@ def answers(loaded: main.Loaded, prompts: list[list[int]], overlap: bool) -> lis
     size = -(-(max(map(len, prompts)) + NUM_OUTPUT) // engine.info.block_size)
     for n, prompt in enumerate(prompts):
         admit = make_admit(f"r{n}.0", block_ids=range(size * n, size * (n + 1)))
-        params = {"max_tokens": NUM_OUTPUT} | CONTROLS[n % len(CONTROLS)]
+        params = {"max_tokens": NUM_OUTPUT} | controls[n % len(controls)]
         loop.submit(Change("run", 1, admit, make_admission(prompt, **params)))
     while loop.step_once():
         pass
@@ -64,11 +72,28 @@ def answers(loaded: main.Loaded, prompts: list[list[int]], overlap: bool) -> lis
     return [done[f"r{n}.0"] for n in range(len(prompts))]
 
 
-def test_answers_are_those_without_guesses_and_some_guesses_are_right() -> None:
-    prompts, default, without = texts(), load(), load(speculative_config="none")
-    drafter = default[3]
+def test_answers_are_those_without_guesses_and_some_guesses_are_right(default: main.Loaded) -> None:
+    prompts, without, drafter = texts(), load(speculative_config="none"), default[3]
     assert isinstance(drafter, AutoSpeculator) and without[3] is None
-    want = answers(without, prompts, False)
+    want = answers(without, prompts)
     for overlap in (False, True):
         assert answers(default, prompts, overlap) == want
     assert sum(counts.accepted.total() for counts in drafter.counts.values()) > NUM_OUTPUT
+
+
+def test_a_request_can_do_without(default: main.Loaded) -> None:
+    """Without guesses, or without what they have to do with other answers."""
+    prompts, drafter = texts()[:2], default[3]
+    assert isinstance(drafter, AutoSpeculator) and drafter.fleet is not None
+
+    def seen(**asked: Any) -> tuple[bool, int]:
+        """Was something guessed, and how many answers were kept to be told?"""
+        assert drafter.fleet is not None
+        drafted, told = sum(c.num_draft_tokens for c in drafter.counts.values()), drafter.fleet.num_ended
+        answers(default, prompts, controls=[asked])
+        now = sum(c.num_draft_tokens for c in drafter.counts.values())
+        return now > drafted, drafter.fleet.num_ended - told
+
+    assert seen() == (True, 2)
+    assert seen(fleet=False) == (True, 0)
+    assert seen(num_speculative_tokens=0) == (False, 0)
