@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Literal
 
@@ -45,7 +46,7 @@ KEY = "speculative_config: model"
 PACKAGED = Path(__file__).parent / "heads"  # by the names of models that come along
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Heads:
     """What is asked for, of a model. comes_along: nobody has asked for just these, so they need not be able to.
     on_gpus: are they for engines there too?"""
@@ -59,12 +60,14 @@ class Heads:
 
     def block_bytes(self, is_native: bool = True) -> int:
         """What each block of the target takes more. They compute beside the native engine alone."""
-        config = self._config()
+        config = self._config
         if not is_native or isinstance(config, MedusaConfig):
             return 0
         return block_bytes(drafting_layer(config), self.block_size, "auto")
 
+    @cached_property
     def _config(self) -> EagleConfig | MedusaConfig:
+        """The model's file is read for it, all its words."""
         target = open_source(self.target).config
         try:
             values = json_object(self.folder / CONFIG)
@@ -75,7 +78,7 @@ class Heads:
 
     def beside(self, limits: Limits) -> Beside:
         """What they take beside the model, by their files' headers."""
-        config, weights = self._config(), HeadFiles(self.folder).num_bytes
+        config, weights = self._config, HeadFiles(self.folder).num_bytes
         if isinstance(config, MedusaConfig):
             rows = limits.max_num_seqs * (1 + config.num_heads)
             return Beside(weights, head_step_bytes(no_layers(config), limits, 1, rows), 0)
@@ -87,7 +90,7 @@ class Heads:
         """As `beside`, on a GPU."""
         if not self.on_gpus:
             return NOTHING_BESIDE
-        config, (dtype, _) = self._config(), computed_types(device, options.dtype, "auto")
+        config, (dtype, _) = self._config, computed_types(device, options.dtype, "auto")
         weights = HeadFiles(self.folder).device_bytes(dtype)
         own = Limits(self.block_size, limits.max_num_batched_tokens, limits.max_num_seqs, dtype=options.dtype)
         if not isinstance(config, MedusaConfig):
@@ -99,7 +102,7 @@ class Heads:
     def fit(self) -> bool:
         """By their configuration and the model's, and what their files say of themselves."""
         try:
-            self._config()
+            self.block_bytes()
             HeadFiles(self.folder)
         except (ConfigError, WeightsError, OSError) as e:
             log.warning("guessing from texts alone: %s", e)

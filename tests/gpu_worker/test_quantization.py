@@ -15,6 +15,7 @@ from services.gpu_worker.engine import TorchEngine
 from services.gpu_worker.model.config import ConfigError
 from services.gpu_worker.weights.loader import load_weights, open_source
 from services.gpu_worker.weights.source import WeightsError
+from services.gpu_worker.weights.stored_tensors import unpack_fields
 from tests.gpu_worker.any_engine import last_logits, load_native, load_torch
 from tests.gpu_worker.quantized_folders import FORMATS, quantize
 from tests.gpu_worker.tiny_models import prompts, save
@@ -29,6 +30,20 @@ CODES_OF = {
     "awq": "Q4_1", "gptq-4": "Q4_1", "gptq-4-v2": "Q4_1", "gptq-format": "Q4_1", "gptq-symmetric": "Q4_0",
     "gptq-mislabelled": "Q4_0", "packed-4": "Q4_0", "packed-4-zeros": "Q4_1", "packed-8-channel": "Q8_0",
 }  # fmt: skip
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 5, 8, 16])
+@pytest.mark.parametrize("shape", [(5,), (5, 3)])
+def test_fields_are_unpacked_lowest_bits_first(bits: int, shape: tuple[int, ...]) -> None:
+    """Words may be negative as stored, lie apart, and have room for more fields than there are."""
+    words = torch.randint(-(1 << 31), 1 << 31, shape, generator=torch.Generator().manual_seed(bits)).int()
+    count = 5 * 32 // bits - 1
+    got = unpack_fields(words.t().contiguous().t(), bits, count)
+    assert got.dtype == torch.int32 and got.shape == (count, *shape[1:])
+    columns = words.view(5, -1).t().tolist()
+    for column, fields in zip(columns, got.view(count, -1).t().tolist(), strict=True):
+        stream = sum((word & 0xFFFFFFFF) << 32 * n for n, word in enumerate(column))
+        assert fields == [stream >> bits * n & (1 << bits) - 1 for n in range(count)]
 
 
 @pytest.mark.parametrize("name", FORMATS)
