@@ -299,7 +299,7 @@ def _sections(bench: Bench, tiny: bool, model: str, scratch: Path) -> list[tuple
         ("ops", bench.ops),
         ("others", bench.others),
         *((f"{bits}-bit weights", partial(bench.model, bits)) for bits in (16, 4, 8)),
-        ("guesses", lambda: gpu_speculation.rows(served(), bench.device, *((3, 6) if tiny else (8, 64)), scratch)),
+        ("guesses", lambda: gpu_speculation.rows(served(), bench.device, *((2, 4) if tiny else (8, 64)), scratch)),
         ("speculation", partial(gpu_serving.speculation, worker, load, timeout_s)),
         ("stack", partial(gpu_serving.stack, server or worker, load, timeout_s)),
     ]

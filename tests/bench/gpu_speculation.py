@@ -85,8 +85,10 @@ def _heads(heads: Heads, engine: GpuEngine) -> BatchProposer:
 def _timed(
     engine: GpuEngine, proposer: BatchProposer | None, num_texts: int, num_tokens: int
 ) -> tuple[list[TokenChunk], float, Counts]:
-    """No time passes for those who decide, so as much is guessed as may be. Once before, so that kernels are there."""
-    _run(engine, proposer, num_texts, num_tokens)
+    """No time passes for those who decide, so as much is guessed as may be. On a card once before, so that kernels are
+    there."""
+    if engine.device.type == "cuda":
+        _run(engine, proposer, num_texts, num_tokens)
     started = time.perf_counter()
     told, counts = _run(engine, proposer, num_texts, num_tokens)
     return told, time.perf_counter() - started, counts
