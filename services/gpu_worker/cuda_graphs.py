@@ -1,6 +1,7 @@
 """Decoding steps as CUDA graphs: one launch in the place of some hundred, where rows and keys fit into a bucket.
 
-A step of one row a sequence is filled up to its bucket's size, and what it reads is copied to where the graph reads it.
+A step is filled up to its bucket's size, and what it reads is copied to where the graph reads it. Sequences have a
+row each, or all as many as the one with the most drafts, of which some then are nobody's.
 A bucket's steps are computed one kernel after the other until it has been met often enough; then its graph is recorded
 between two steps, so that nobody waits at the start for graphs that nobody needs. Rows have the same bits either way.
 """
@@ -18,6 +19,7 @@ from typing import Protocol
 import torch
 import torch.nn.functional as F
 
+from kernels.attention import attention_batch
 from services.gpu_worker.gpu_inputs import DeviceInputs, num_bytes, upload
 from services.gpu_worker.model.gpu_decoder import Taps
 
@@ -25,6 +27,7 @@ log = logging.getLogger(__name__)
 
 SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)  # sequences
 SHORTEST, LENGTH_FACTOR = 1024, 4  # keys of the first bucket, and from one to the next
+ROWS = (1, 2, 4, 6, 8, 12, 16)  # of each sequence: its token and drafts
 RECORDED_AFTER = 3  # steps of a bucket
 NOWHERE = -1  # slot of a row that is not there
 
@@ -59,19 +62,24 @@ class CudaRecorder:
 class Bucket:
     num_seqs: int
     longest: int  # keys of a sequence
+    num_rows: int = 1  # of each sequence
 
 
 def bucket_of(inputs: DeviceInputs, max_num_seqs: int, max_model_len: int) -> Bucket | None:
-    """The smallest that the step fits in; None unless it has one row a sequence, each sampled, and few enough."""
-    num_rows = inputs.token_ids.shape[0]
-    if len(inputs.batches) != 1 or inputs.batches[0].seq_lens.shape[0] != num_rows or num_rows > SIZES[-1]:
+    """The smallest that the step fits in; None unless each row is sampled, and they are few enough."""
+    num_rows, num_seqs = inputs.token_ids.shape[0], sum(batch.seq_lens.shape[0] for batch in inputs.batches)
+    if inputs.sample_rows.shape[0] != num_rows or not 1 <= num_rows <= min(max_num_seqs, SIZES[-1]):
         return None
-    if inputs.sample_rows.shape[0] != num_rows or num_rows > max_num_seqs:
+    most_rows = 1 if num_seqs == num_rows else max(int(b.row_starts.diff().max()) for b in inputs.batches)
+    if most_rows > ROWS[-1] or any(batch.tree is not None for batch in inputs.batches):
         return None
     length = SHORTEST
-    while length < inputs.batches[0].longest:
+    while length < max(batch.longest for batch in inputs.batches):
         length *= LENGTH_FACTOR
-    return Bucket(min(SIZES[bisect_left(SIZES, num_rows)], max_num_seqs), min(length, max_model_len))
+    rows_each, most_seqs = ROWS[bisect_left(ROWS, most_rows)], min(SIZES[bisect_left(SIZES, num_seqs)], max_num_seqs)
+    if rows_each > 1 and (rows_each * most_seqs > min(max_num_seqs, SIZES[-1]) or rows_each > max_model_len):
+        return None  # logits of rows that are nobody's take memory too
+    return Bucket(most_seqs, min(length, max_model_len), rows_each)
 
 
 def fill_up(inputs: DeviceInputs, bucket: Bucket, block_size: int) -> DeviceInputs:
@@ -94,6 +102,46 @@ def fill_up(inputs: DeviceInputs, bucket: Bucket, block_size: int) -> DeviceInpu
     return DeviceInputs(
         filled(inputs.token_ids, 0), filled(inputs.positions, 0), filled(inputs.slots, NOWHERE),
         torch.arange(bucket.num_seqs), (whole,),
+    )  # fmt: skip
+
+
+def places_in(inputs: DeviceInputs, bucket: Bucket) -> torch.Tensor:
+    """Of the step's rows, int64: where each sequence has as many."""
+    counts = [n for batch in inputs.batches for n in batch.row_starts.diff().tolist()]
+    rows = [seq * bucket.num_rows + n for seq, count in enumerate(counts) for n in range(count)]
+    return torch.tensor(rows, dtype=torch.int64)
+
+
+def spread(
+    inputs: DeviceInputs, places: torch.Tensor, bucket: Bucket, block_size: int, group: int, fast: bool
+) -> DeviceInputs:
+    """As `fill_up`, with as many rows of each sequence. group, fast: see `attention_batch`. Rows that are nobody's have
+    the position of the last one of their sequence."""
+    num_seqs, each, batches = bucket.num_seqs, bucket.num_rows, inputs.batches
+    seq_lens, lasts = torch.ones(num_seqs, dtype=torch.int32), torch.zeros(num_seqs, dtype=torch.int32)
+    table = torch.zeros(num_seqs, -(-bucket.longest // block_size), dtype=torch.int32)
+    first = 0
+    for batch in batches:
+        end = first + batch.seq_lens.shape[0]
+        table[first:end, : batch.block_tables.shape[1]] = batch.block_tables
+        seq_lens[first:end] = batch.seq_lens
+        lasts[first:end] = batch.seq_lens - 1
+        first = end
+
+    def placed(tensor: torch.Tensor, others: torch.Tensor | int) -> torch.Tensor:
+        out = torch.zeros(num_seqs * each, dtype=tensor.dtype) + others
+        out[places] = tensor
+        return out.to(tensor.dtype)
+
+    positions = placed(inputs.positions, lasts.repeat_interleave(each))
+    like = attention_batch([each] * num_seqs, [bucket.longest] * num_seqs, table, group, fast=fast)
+    whole = dataclasses.replace(
+        like, longest=bucket.longest, uneven=bucket.longest > SHORTEST, seq_lens=seq_lens, positions=positions,
+        ends=placed(torch.cat([batch.ends for batch in batches]), 0),
+    )  # fmt: skip
+    return DeviceInputs(
+        placed(inputs.token_ids, 0), positions.clone(), placed(inputs.slots, NOWHERE),
+        torch.arange(num_seqs * each), (whole,),
     )  # fmt: skip
 
 
@@ -120,9 +168,11 @@ class _Graph:
 
 
 class DecodeGraphs:
+    """group, fast: see `attention_batch`."""
+
     def __init__(
         self, forward: Forward, recorder: Recorder, device: torch.device, *, block_size: int, max_num_seqs: int,
-        max_model_len: int,
+        max_model_len: int, group: int = 1, fast: bool = False,
     ) -> None:  # fmt: skip
         self._forward = forward
         self._recorder = recorder
@@ -130,6 +180,8 @@ class DecodeGraphs:
         self._block_size = block_size
         self._max_num_seqs = max_num_seqs
         self._max_model_len = max_model_len
+        self._group = group
+        self._fast = fast
         self._graphs: dict[Bucket, _Graph] = {}
         self._met: Counter[Bucket] = Counter()
         self._due: tuple[Bucket, DeviceInputs] | None = None
@@ -155,27 +207,39 @@ class DecodeGraphs:
             if self._met[bucket] == RECORDED_AFTER:
                 self._due = bucket, inputs
             return None
-        upload(fill_up(inputs, bucket, self._block_size).tensors(), self._device, graph.buffer)
+        upload(self._filled(inputs, bucket).tensors(), self._device, graph.buffer)
         fill_in(graph.inputs.token_ids)
         graph.replay()
-        num_rows = inputs.token_ids.shape[0]
-        if taps is not None and graph.taps is not None:
-            taps.rows = graph.taps.rows[:num_rows].clone()
-        return graph.logits[:num_rows]
+        read = None if taps is None or graph.taps is None else graph.taps.rows
+        if bucket.num_rows > 1:
+            (places,) = upload([places_in(inputs, bucket)], self._device)
+            logits, read = graph.logits[places], None if read is None else read[places]
+        else:
+            num_rows = inputs.token_ids.shape[0]
+            logits, read = graph.logits[:num_rows], None if read is None else read[:num_rows].clone()
+        if taps is not None and read is not None:
+            taps.rows = read
+        return logits
+
+    def _filled(self, inputs: DeviceInputs, bucket: Bucket) -> DeviceInputs:
+        if bucket.num_rows == 1:
+            return fill_up(inputs, bucket, self._block_size)
+        places = places_in(inputs, bucket)
+        return spread(inputs, places, bucket, self._block_size, self._group, self._fast)
 
     def record_due(self) -> None:
         """After a step has begun: a graph that has become due. What cannot be recorded is computed as before."""
         if self._due is None:
             return
         (bucket, like), self._due = self._due, None
-        host = emptied(fill_up(like, bucket, self._block_size))
+        host = emptied(self._filled(like, bucket))
         try:
             buffer = torch.empty(num_bytes(host.tensors()), dtype=torch.uint8, device=self._device)
             inputs = host.with_tensors(upload(host.tensors(), self._device, buffer))
             taps = Taps(self._tap_layers) if self._tap_layers else None
             replay, logits = self._recorder.record(lambda: self._forward(inputs, taps=taps))
         except (RuntimeError, MemoryError) as e:
-            log.warning("no graph of %d sequences of %d tokens: %s", bucket.num_seqs, bucket.longest, e)
+            log.warning("no graph of %s: %s", bucket, e)
             return
         self._graphs[bucket] = _Graph(buffer, inputs, replay, logits, taps)
-        log.debug("recorded a graph of %d sequences of %d tokens", bucket.num_seqs, bucket.longest)
+        log.debug("recorded a graph of %s", bucket)

@@ -166,11 +166,9 @@ class GpuEngine:
             )  # fmt: skip
             info = EngineInfo(variant, config.vocab_size, length, block_size, num_blocks, kind_of(device))
             caches = _caches(config, num_blocks, block_size, kv_dtype, device)
-            graphs = (
-                None if recorder is None else _graphs(decoder, caches, recorder, device, block_size, limits, length)
-            )
-            larger_tiles = fast and computed != torch.float32 and config.latent is None  # those of latents are alike
-            return cls(decoder, caches, geometry, info, device, graphs, larger_tiles, computed)
+            larger = fast and computed != torch.float32 and config.latent is None  # tiles; those of latents are alike
+            graphs = _graphs(decoder, caches, recorder, device, geometry, limits, larger)
+            return cls(decoder, caches, geometry, info, device, graphs, larger, computed)
 
         size = block_bytes(config, block_size, kv_dtype) + beside.block_bytes
         most_useful = USEFUL_CONTEXTS * -(-length // block_size)
@@ -260,12 +258,15 @@ def _decoder(
 
 
 def _graphs(
-    decoder: GpuDecoder, caches: tuple[KvCache, ...], recorder: Recorder, device: torch.device, block_size: int,
-    limits: StepLimits, length: int,
-) -> DecodeGraphs:  # fmt: skip
+    decoder: GpuDecoder, caches: tuple[KvCache, ...], recorder: Recorder | None, device: torch.device,
+    geometry: Geometry, limits: StepLimits, fast: bool,
+) -> DecodeGraphs | None:  # fmt: skip
+    if recorder is None:
+        return None
     return DecodeGraphs(
-        partial(decoder.forward, caches=caches), recorder, device, block_size=block_size,
-        max_num_seqs=limits.max_num_seqs, max_model_len=length,
+        partial(decoder.forward, caches=caches), recorder, device, block_size=geometry.block_size,
+        max_num_seqs=limits.max_num_seqs, max_model_len=geometry.max_model_len,
+        group=geometry.num_heads // geometry.num_kv_heads, fast=fast,
     )  # fmt: skip
 
 

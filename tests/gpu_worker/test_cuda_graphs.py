@@ -11,9 +11,9 @@ import torch
 
 from services.gpu_worker.attention_plan import Geometry
 from services.gpu_worker.batch import Chunk
-from services.gpu_worker.cuda_graphs import RECORDED_AFTER, Bucket, bucket_of, emptied, fill_up
+from services.gpu_worker.cuda_graphs import RECORDED_AFTER, Bucket, bucket_of, emptied, fill_up, places_in, spread
 from services.gpu_worker.gpu_engine import GpuEngine
-from services.gpu_worker.gpu_inputs import DeviceInputs, build_inputs
+from services.gpu_worker.gpu_inputs import DeviceInputs, build_inputs, order_of
 from services.gpu_worker.speculative.draft import chain
 from tests.gpu_worker.builders import make_sequence
 from tests.gpu_worker.engine_loops import run_loop
@@ -72,13 +72,57 @@ def test_a_step_goes_to_the_smallest_bucket_that_it_fits_in(
     assert bucket_of(decoding(*lengths), most, 6000) == bucket
 
 
+def drafting(*nums: int, length: int = 9) -> tuple[list[Chunk], DeviceInputs]:
+    """The last token of sequences with so many drafts each, in a prompt's last blocks."""
+    chunks = [
+        Chunk(make_sequence(length, sid=str(i), num_blocks=8, first_block=20 * i), length - 1, 1, True, chain([7] * n))
+        for i, n in enumerate(nums)
+    ]
+    return chunks, build_inputs(chunks, GEOMETRY)[0]
+
+
+@pytest.mark.parametrize(
+    ("nums", "most", "bucket"),
+    [
+        ([3], 64, Bucket(1, 1024, 4)),
+        ([1, 0, 4], 64, Bucket(4, 1024, 6)),
+        ([15] * 4, 64, Bucket(4, 1024, 16)),
+        ([16], 64, None),
+        ([7] * 5, 63, None),
+        ([7] * 4, 32, Bucket(4, 1024, 8)),
+    ],
+)
+def test_steps_with_drafts_have_as_many_rows_of_each(nums: list[int], most: int, bucket: Bucket | None) -> None:
+    assert bucket_of(drafting(*nums)[1], most, 6000) == bucket
+
+
+def test_rows_of_drafts_keep_their_places_and_others_see_nothing() -> None:
+    chunks, inputs = drafting(2, 0, 1)
+    bucket = Bucket(4, 1024, 4)
+    places = places_in(inputs, bucket)
+    whole = spread(inputs, places, bucket, 4, 3, False)
+    (batch,) = whole.batches
+    order = [chunks[i] for i in order_of(chunks)]
+    assert places.tolist() == [0, 4, 5, 6, 8, 9], "those of one row are first"
+    assert whole.token_ids[places].tolist() == inputs.token_ids.tolist()
+    own = inputs.slots.tolist()
+    assert whole.slots.tolist() == [own[0], -1, -1, -1, *own[1:4], -1, *own[4:], -1, -1, -1, -1, -1, -1]
+    assert batch.ends.tolist() == [9, 0, 0, 0, 9, 10, 11, 0, 9, 10, 0, 0, 0, 0, 0, 0]
+    assert batch.positions.tolist() == [8, 8, 8, 8, 8, 9, 10, 10, 8, 9, 9, 9, 0, 0, 0, 0]
+    assert batch.seq_lens.tolist() == [9, 11, 10, 1] and batch.row_starts.tolist() == [0, 4, 8, 12, 16]
+    for n, c in enumerate(order):
+        assert batch.block_tables[n, :3].tolist() == c.seq.block_ids[:3]
+    nobody = emptied(whole)
+    assert [t.shape for t in nobody.tensors()] == [t.shape for t in whole.tensors()]
+
+
 def test_only_decoding_steps_have_buckets() -> None:
     seq, other = make_sequence(9), make_sequence(9, sid="other", first_block=20)
     for chunks in (
         [Chunk(seq, 0, 9, True)],
         [Chunk(seq, 8, 1, True), Chunk(other, 0, 5, False)],
         [Chunk(seq, 3, 1, False)],
-        [Chunk(seq, 8, 1, True, chain([1, 2]))],
+        [Chunk(seq, 7, 2, True, chain([1, 2]))],
     ):
         assert bucket_of(build_inputs(chunks, GEOMETRY)[0], 64, 6000) is None
 
@@ -118,6 +162,31 @@ def test_tokens_are_those_of_steps_without_graphs(folder: Path, overlap: bool) -
     engine = GpuEngine.load(folder, CPU, recorder=rerun, **ROOM)
     assert run_loop(engine, texts, CONTROLS, 16, overlap=overlap) == want
     assert rerun.num_recorded == 1 and rerun.num_replays > 4
+
+
+@pytest.mark.parametrize("own", CONTROLS)
+def test_drafts_are_verified_by_graphs_as_without(folder: Path, own: dict[str, Any]) -> None:
+    """Right ones, wrong ones and none side by side, with what layers read of each row."""
+    text, told, drawn = prompts(1, seed=8)[0], [], []
+    rerun = Rerun()
+    for recorder in (None, rerun):
+        engine = GpuEngine.load(folder, CPU, recorder=recorder, **ROOM)
+        kept: list[torch.Tensor] = []
+        engine.tap((1, 4), lambda chunks, taps, kept=kept: kept.append(taps))
+        runner = Runner(engine)
+        want = ids_of(runner.run([runner.sequence(text, 6, **own)]))[0]
+        sequences = [runner.sequence(text, 6, **own) for _ in range(3)]
+        kept.clear()
+        runner.step([Chunk(s, 0, len(text), True) for s in sequences])
+        drafts = [chain([want[1], want[2], (want[3] + 1) % 300]), chain([]), chain([want[1]])]
+        for _ in range(RECORDED_AFTER + 2):
+            chunks = [Chunk(s, len(text), 1, True, d) for s, d in zip(sequences, drafts, strict=True)]
+            drawn.append(ids_of(engine.step(chunks)))
+        told.append(kept)
+    assert drawn == [[want[1:4], want[1:2], want[1:3]]] * (2 * RECORDED_AFTER + 4)
+    assert (rerun.num_recorded, rerun.num_replays) == (2, 4), "two are of steps without drafts"
+    for rows, others in zip(*told, strict=True):
+        torch.testing.assert_close(rows, others, rtol=1e-4, atol=1e-4)
 
 
 def test_what_layers_read_is_kept_with_a_graph_as_without(folder: Path) -> None:

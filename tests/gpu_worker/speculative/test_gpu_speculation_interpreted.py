@@ -8,8 +8,9 @@ from typing import Any, Literal
 
 import pytest
 
-from services.gpu_worker.batch import Engine
+from services.gpu_worker.batch import Chunk, Engine
 from services.gpu_worker.composer import Budget
+from services.gpu_worker.cuda_graphs import RECORDED_AFTER
 from services.gpu_worker.engine_thread import EngineLoop
 from services.gpu_worker.gpu_engine import GpuEngine
 from services.gpu_worker.heads_loading import Heads
@@ -17,6 +18,7 @@ from services.gpu_worker.running_set import RunningSet
 from services.gpu_worker.sampler import validate
 from services.gpu_worker.speculative.batch_proposer import BatchProposer
 from services.gpu_worker.speculative.counts import Counts
+from services.gpu_worker.speculative.draft import chain
 from services.gpu_worker.speculative.draft_model import DraftModel
 from services.gpu_worker.speculative.model_speculator import ModelSpeculator
 from shared.protocol import TokenChunk
@@ -24,7 +26,8 @@ from shared.speculative_config import SpeculativeConfig
 from tests.gpu_worker.any_engine import load_gpu
 from tests.gpu_worker.engine_loops import run_joining, told_of
 from tests.gpu_worker.head_models import published, published_medusa
-from tests.gpu_worker.tiny_models import prompts, save
+from tests.gpu_worker.test_cuda_graphs import Rerun
+from tests.gpu_worker.tiny_models import Runner, prompts, save
 from tests.interpreter import import_triton, interpret
 
 if importlib.util.find_spec("triton") is None:
@@ -99,3 +102,21 @@ def test_heads_guess_with_kernels_what_they_guess_with_specifications(
     assert [c.ids for c in got] == [c.ids for c in want]
     assert (counts.num_draft_tokens, counts.accepted) == (found.num_draft_tokens, found.accepted)
     assert counts.num_draft_tokens >= 4
+
+
+def test_rows_that_fill_a_graph_up_change_none_of_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the tiles of sequences with fewer drafts than there is room for."""
+    save("llama", tmp_path, **SMALL)
+    interpret(monkeypatch)
+    rerun = Rerun()
+    engine = load_gpu(tmp_path, kv_cache_bytes=1 << 20, block_size=8, recorder=rerun)
+    runner = Runner(engine)
+    sequences = [runner.sequence(text, 4, logprobs=1) for text in prompts(2, low=5, high=9, vocab_size=64)]
+    runner.step([Chunk(s, 0, len(s.token_ids), True) for s in sequences])
+    drafts = [chain([1, 2]), chain([])]
+    chunks = [Chunk(s, s.num_computed, 1, True, d) for s, d in zip(sequences, drafts, strict=True)]
+    runs = [engine.step(chunks) for _ in range(RECORDED_AFTER + 1)]
+    assert rerun.num_replays == 1
+    for first, last in zip(runs[0], runs[-1], strict=True):
+        assert [t.token_id for t in first] == [t.token_id for t in last]
+        assert [t.logprob for t in last] == pytest.approx([t.logprob for t in first], abs=1e-5)
