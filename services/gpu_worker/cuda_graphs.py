@@ -175,7 +175,7 @@ class DecodeGraphs:
         max_model_len: int, group: int = 1, fast: bool = False,
     ) -> None:  # fmt: skip
         self._forward = forward
-        self._recorder = recorder
+        self.recorder = recorder
         self._device = device
         self._block_size = block_size
         self._max_num_seqs = max_num_seqs
@@ -237,7 +237,7 @@ class DecodeGraphs:
             buffer = torch.empty(num_bytes(host.tensors()), dtype=torch.uint8, device=self._device)
             inputs = host.with_tensors(upload(host.tensors(), self._device, buffer))
             taps = Taps(self._tap_layers) if self._tap_layers else None
-            replay, logits = self._recorder.record(lambda: self._forward(inputs, taps=taps))
+            replay, logits = self.recorder.record(lambda: self._forward(inputs, taps=taps))
         except (RuntimeError, MemoryError) as e:
             log.warning("no graph of %s: %s", bucket, e)
             return

@@ -90,7 +90,7 @@ class GpuEngine:
         self._decoder = decoder
         self._caches = caches
         self._geometry = geometry
-        self._device = device
+        self.device = device
         self._graphs = graphs
         self._fast = fast
         self.dtype = dtype  # computed in
@@ -109,8 +109,8 @@ class GpuEngine:
         return self._decoder.config
 
     @property
-    def device(self) -> torch.device:
-        return self._device
+    def recorder(self) -> Recorder | None:
+        return None if self._graphs is None else self._graphs.recorder
 
     def tap(self, layers: tuple[int, ...], tell: TellTaps, wants: WantsTaps = lambda chunks: True) -> None:
         """As `NativeEngine.tap`; rows stay on the device, in the type that is computed in. Chunks come in the order of
@@ -204,7 +204,7 @@ class GpuEngine:
         tensors = inputs.tensors()
         tensors[3] = torch.arange(first, chunk.count)
         with torch.inference_mode(), memory_errors():
-            return self._decoder.forward(inputs.with_tensors(upload(tensors, self._device)), self._caches).cpu()
+            return self._decoder.forward(inputs.with_tensors(upload(tensors, self.device)), self._caches).cpu()
 
     def hidden_rows(self, chunk: Chunk, layers: tuple[int, ...]) -> torch.Tensor:
         """As `NativeEngine.hidden_rows`."""
@@ -236,7 +236,7 @@ class GpuEngine:
 
         logits = None if self._graphs is None else self._graphs.run(inputs, fill_in, taps)
         if logits is None:
-            inputs = inputs.with_tensors(upload(inputs.tensors(), self._device))
+            inputs = inputs.with_tensors(upload(inputs.tensors(), self.device))
             fill_in(inputs.token_ids)
             logits = self._decoder.forward(inputs, self._caches, taps)
         return logits

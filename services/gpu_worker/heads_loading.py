@@ -147,7 +147,8 @@ class Heads:
             return medusa_proposer
         config, weights = load_gpu_eagle(self.folder, self.kind, target, shared, engine.device, engine.dtype)
         head = GpuEagle(config, weights, num_blocks=info.num_blocks, block_size=info.block_size,
-                        max_model_len=info.max_model_len, device=engine.device, dtype=engine.dtype)  # fmt: skip
+                        max_model_len=info.max_model_len, device=engine.device, dtype=engine.dtype,
+                        recorder=engine.recorder)  # fmt: skip
         warm_up_eagle(head, len(config.tap_layers), sizes_on(engine.device), info.max_model_len)
         proposer = HeadProposer(head, info.block_size)
         engine.tap(config.tap_layers, proposer.take, proposer.wants_rows)

@@ -1,8 +1,7 @@
 """An EAGLE head on a GPU's ops: what `native_eagle` does, for all sequences of a step together.
 
 What is drawn at a place is read at the next on the device: all places are put in the queue, and the host waits once,
-for all tokens. What places read but for that is known before, so it comes by one transfer. Each place is launched
-kernel by kernel, without graphs.
+for all tokens. What places read but for that is known before, so it comes by one transfer. Later places become graphs.
 """
 
 from __future__ import annotations
@@ -21,6 +20,7 @@ from kernels.gumbel import NoiseKey
 from kernels.kv_cache import empty_kv_cache
 from kernels.sample_tokens import TokenChoice
 from services.gpu_worker.batch import Sequence
+from services.gpu_worker.cuda_graphs import Recorder
 from services.gpu_worker.engine import memory_errors
 from services.gpu_worker.gpu_inputs import DeviceInputs, upload
 from services.gpu_worker.model.config import ModelConfig
@@ -30,6 +30,7 @@ from services.gpu_worker.model.layers import DecoderWeights, FeedForwardWeights,
 from services.gpu_worker.sampler import GREEDY_BELOW
 from services.gpu_worker.speculative.head_config import EagleConfig, drafting_layer, read_eagle
 from services.gpu_worker.speculative.native_eagle import Guess, Wanted
+from services.gpu_worker.speculative.place_graphs import PlaceGraphs
 from services.gpu_worker.weights.device_heads import DeviceHeads
 from services.gpu_worker.weights.head_files import HeadFiles, draft_token_ids
 
@@ -143,8 +144,9 @@ class GpuEagle:
 
     def __init__(
         self, config: EagleConfig, weights: GpuEagleWeights, *, num_blocks: int, block_size: int, max_model_len: int,
-        device: torch.device, dtype: torch.dtype,
+        device: torch.device, dtype: torch.dtype, recorder: Recorder | None = None,
     ) -> None:  # fmt: skip
+        """recorder: of graphs of later places."""
         self.config = config
         self.later_s = 0.0
         self._weights = weights
@@ -157,14 +159,22 @@ class GpuEagle:
             self.cache = empty_kv_cache(
                 num_blocks, self._layer.num_kv_heads, block_size, self._layer.head_dim, dtype, device
             )
+        self._graphs = None
+        if recorder is not None:
+            self._graphs = PlaceGraphs(
+                self._place, recorder, device, block_size=block_size, max_model_len=max_model_len
+            )
 
     def guess(self, wanted: Seq[Wanted]) -> list[list[Guess]]:
         """As `native_eagle.NativeEagle.guess`. Places are thought to take equally long."""
         started = time.monotonic()
         with torch.inference_mode(), memory_errors():
-            places = self._uploaded(self._places(wanted))
-            drawn = self._chains(wanted, places)
+            host = self._places(wanted)
+            places = self._uploaded(host)
+            drawn = self._chains(wanted, places, host)
             ids, logprobs = (torch.cat(values).tolist() for values in zip(*drawn, strict=True))
+            if self._graphs is not None:
+                self._graphs.record_due()
         self.later_s = (time.monotonic() - started) * (len(places) - 1) / len(places)
         found: list[list[Guess]] = [[] for _ in wanted]
         known = iter(zip(ids, logprobs, strict=True))
@@ -175,22 +185,31 @@ class GpuEagle:
                     found[member].append(Guess(token_id, logprob))
         return found
 
-    def _chains(self, wanted: Seq[Wanted], places: Seq[_Place]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    def _chains(
+        self, wanted: Seq[Wanted], places: Seq[_Place], host: Seq[_Place]
+    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """host: the places before they were brought to the device."""
         weights, drawn = self._weights, []
         ids = places[0].inputs.token_ids
         taps = torch.cat([own.taps for own in wanted]).flatten(1)
         rows = weights.fc(taps) if self.config.is_fused else taps
         for number, place in enumerate(places):
+            found = None
             if number:
                 ids, rows = ids.clamp(min=0)[place.from_before], rows[place.from_before]
-            rows = self._left(ids, rows, place.inputs)
+                found = None if self._graphs is None else self._graphs.run(ids, rows, host[number].inputs)
             if not place.members:  # all only catch up
-                return [(ids[:0], rows[:0, 0])]
-            normed = normed_sum(rows, None, weights.decoder.final_norm) if self.config.is_fused else rows
-            logits = weights.decoder.head(normed)
+                self._left(ids, rows, place.inputs)
+                return [(ids[:0], torch.empty(0, device=self.device))]
+            rows, logits = found or self._place(ids, rows, place.inputs)
             ids, logprobs = draw_drafted(logits, place.draws, weights.token_ids, self.config.layer.vocab_size)
             drawn.append((ids, logprobs))
         return drawn
+
+    def _place(self, ids: torch.Tensor, rows: torch.Tensor, inputs: DeviceInputs) -> tuple[torch.Tensor, torch.Tensor]:
+        """What the layer leaves of the sample rows, and logits of the draft vocabulary."""
+        decoder, left = self._weights.decoder, self._left(ids, rows, inputs)
+        return left, decoder.head(normed_sum(left, None, decoder.final_norm) if self.config.is_fused else left)
 
     def _left(self, ids: torch.Tensor, rows: torch.Tensor, inputs: DeviceInputs) -> torch.Tensor:
         """What the layer leaves of the sample rows. Before, the KV of all is stored."""

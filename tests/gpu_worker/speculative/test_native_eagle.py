@@ -10,6 +10,7 @@ import torch
 
 from kernels.gumbel import NoiseKey, gumbel_noise_at
 from services.gpu_worker.batch import Sequence
+from services.gpu_worker.cuda_graphs import RECORDED_AFTER
 from services.gpu_worker.gpu_engine import GpuEngine
 from services.gpu_worker.heads_loading import Heads
 from services.gpu_worker.native_engine import NativeEngine
@@ -18,7 +19,9 @@ from services.gpu_worker.speculative.head_proposer import HeadProposer
 from services.gpu_worker.speculative.native_eagle import Guess, NativeEagle, Wanted, load_eagle
 from services.gpu_worker.training.eagle import EagleHead, Passes
 from services.gpu_worker.training.trainer import Target
-from tests.gpu_worker.head_models import load_tiny, load_tiny_gpu, published, read_rows
+from tests.gpu_worker.any_engine import load_gpu
+from tests.gpu_worker.head_models import load_tiny, load_tiny_gpu, published, read_rows, save_tiny
+from tests.gpu_worker.test_cuda_graphs import Rerun
 from tests.gpu_worker.tiny_models import Runner, prompts
 
 KINDS = ["eagle", "eagle3"]
@@ -148,3 +151,21 @@ def test_a_head_may_begin_at_any_block(tmp_path: Path, load: Any) -> None:
     got = eagle.guess([Wanted(seq, size, taps, 4, base=size)])
     rest = Sequence("rest", 1, 0, seq.params, 3, seq.token_ids[size:], runner.sequence([0], 4 * size).block_ids)
     assert as_known(eagle.guess([Wanted(rest, 0, taps, 4)])) == known(got)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_later_places_are_graphs_that_guess_the_same(tmp_path: Path, kind: str) -> None:
+    """With rows that fill them up, and while sequences leave that have all that they want."""
+    save_tiny(tmp_path / "model")
+    rerun = Rerun()
+    engines = [load_gpu(tmp_path / "model", kv_cache_bytes=8 << 20, recorder=r) for r in (None, rerun)]
+    published(kind, tmp_path / "model", tmp_path / "head")
+    told = []
+    for engine in engines:
+        eagle, runner = loaded(engine, kind, tmp_path / "head"), Runner(engine)
+        settings = [{}, {"temperature": 0.8, "seed": 3}]
+        sequences = [runner.sequence(p, 8, **settings[i % 2]) for i, p in enumerate(prompts(7, seed=2, low=9))]
+        asked = [wanted(engine, s, eagle.config.tap_layers, 1 + i % 4) for i, s in enumerate(sequences)]
+        told.append([eagle.guess(asked) for _ in range(RECORDED_AFTER + 2)])
+    assert rerun.num_recorded == 3 and rerun.num_replays >= 6
+    assert [as_known(own) for own in told[1]] == [known(own) for own in told[0]]
