@@ -8,23 +8,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-NUM_LEVELS = 12  # of strength: 0 to 7 one by one, then doubling
+from services.gpu_worker.speculative.proposer import KIND
+
+NUM_KINDS = 4  # of strengths
+NUM_LEVELS = 12  # of each: 0 to 7 one by one, then doubling
 SHARE_KEPT = 0.95  # of what was counted, when one more is
 NEGLIGIBLE = 0.01  # chance of a draft that is not worth asking about: a row costs more than that of any step
 PRIOR_WEIGHT = 6.0  # what others have shown counts as so many tokens
 
 
 def level_of(strength: int) -> int:
-    return strength if strength < 8 else min(NUM_LEVELS - 1, 4 + strength.bit_length())
+    kind, strength = divmod(strength, KIND)
+    return kind * NUM_LEVELS + (strength if strength < 8 else min(NUM_LEVELS - 1, 4 + strength.bit_length()))
 
 
 def expected_of(strength: int) -> float:
     return strength / (strength + 2)
-
-
-def expected_of_match(strength: int) -> float:
-    """After so many equal tokens in the same text, of which few are chance: as answers of all kinds had it."""
-    return strength * strength / (strength * strength + 8)
 
 
 class Acceptance:
@@ -38,8 +37,8 @@ class Acceptance:
         self._prior = prior
         self._share_kept = share_kept
         self._unknown = unknown
-        self._right = [0.0] * NUM_LEVELS
-        self._tried = [0.0] * NUM_LEVELS
+        self._right = [0.0] * (NUM_KINDS * NUM_LEVELS)
+        self._tried = [0.0] * (NUM_KINDS * NUM_LEVELS)
 
     def observe_all(self, guessed: Iterable[tuple[int, bool]]) -> None:
         for strength, was_right in guessed:

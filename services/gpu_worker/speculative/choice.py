@@ -57,15 +57,17 @@ def choose_lengths(
 ) -> list[int]:
     """Drafts of each sequence. survivals: of its drafts, that it and all before it are right, so they do not rise.
 
-    num_sampled: tokens that the step draws without drafts; num_rows: that it computes without them; num_free: drafts
-    that fit. cost: of a step of so many rows."""
+    num_sampled: tokens that the step draws without drafts; num_rows: that it computes without them. Those of prompts
+    are computed anyway: a token more saves no such step, but a part of one without. num_free: drafts that fit. cost: of
+    a step of so many rows."""
+    prompts = cost(num_rows) - cost(num_sampled) if num_rows > num_sampled else 0.0
     order = sorted(
         ((chance, i) for i, chances in enumerate(survivals) for chance in chances), key=lambda each: -each[0]
     )  # stable, so the drafts of a sequence stay in order
-    best, best_count, expected = WORTH * num_sampled / cost(num_rows), 0, float(num_sampled)
+    best, best_count, expected = WORTH * num_sampled / (cost(num_rows) - prompts), 0, float(num_sampled)
     for count, (chance, _) in enumerate(order[:num_free], start=1):
         expected += chance
-        rate = expected / cost(num_rows + count)
+        rate = expected / (cost(num_rows + count) - prompts)
         if rate > best:
             best, best_count = rate, count
     lengths = [0] * len(survivals)

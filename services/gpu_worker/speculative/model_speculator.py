@@ -166,7 +166,8 @@ class ModelSpeculator:
         little for the others'."""
         cost, num, others_wait = self._cost, len(survivals), num_sampled > len(survivals) or num_rows > num_sampled
         step_s = cost.seconds(num_rows)
-        best = WORTH * num_sampled / step_s if step_s else 0.0
+        prompts_s = step_s - cost.seconds(num_sampled)  # as in `choose_lengths`
+        best = WORTH * num_sampled / (step_s - prompts_s) if step_s else 0.0
         best_length, expected, num_drafts = 0, float(num_sampled), 0
         for length in range(1, max(map(len, survivals)) + 1):
             own = [chances[length - 1] for chances in survivals if len(chances) >= length]
@@ -175,8 +176,9 @@ class ModelSpeculator:
             most_s = min(self._max_step_s, (1 + MAX_SHARE * num) * step_s) if others_wait else seconds
             if num_drafts > num_free or seconds > most_s:
                 break
-            if expected > best * seconds:
-                best, best_length = expected / seconds if seconds else 0.0, length
+            own_s = seconds - prompts_s
+            if expected > best * own_s:
+                best, best_length = expected / own_s if own_s else 0.0, length
         return best_length
 
     def think(self) -> None:

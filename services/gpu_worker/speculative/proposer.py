@@ -9,7 +9,8 @@ from typing import Protocol
 
 @dataclass(frozen=True, slots=True)
 class Proposal:
-    """Drafts, first to last. strengths: how much speaks for each, in the proposer's own measure."""
+    """Drafts, first to last. strengths: how much speaks for each, in the proposer's own measure, up to MAX_STRENGTH,
+    and KIND times the number of the kind that it is of: what each kind is worth is learnt apart."""
 
     ids: tuple[int, ...] = ()
     strengths: tuple[int, ...] = ()
@@ -19,6 +20,8 @@ Guessed = tuple[int, bool]  # with which strength, and whether it was right
 NOTHING = Proposal()
 TOKEN_BITS = 32  # of a token id in a key: one whole number takes less memory than several
 EXPECTED_STRENGTH = 8  # of the first token that is said to come
+KIND = 128
+MAX_STRENGTH = KIND - 1
 
 
 def going_on(text: list[int], source: int, count: int, length: int, max_length: int) -> Proposal:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 
 from services.gpu_worker.batch import Chunk, Drawn, Sequence
-from services.gpu_worker.speculative.acceptance import Acceptance, expected_of_match
+from services.gpu_worker.speculative.acceptance import Acceptance
 from services.gpu_worker.speculative.choice import choose_in_time, choose_lengths, may_pay
 from services.gpu_worker.speculative.counts import Counts, Savings
 from services.gpu_worker.speculative.draft import NO_DRAFT, Draft, chain
@@ -27,7 +27,7 @@ from services.gpu_worker.speculative.ngram import NgramProposer
 from services.gpu_worker.speculative.proposer import NOTHING, Proposal, Proposer, TextProposer
 from services.gpu_worker.speculative.purse import Purse
 from services.gpu_worker.speculative.row_cost import RowCost
-from services.gpu_worker.speculative.suffix import SuffixProposer
+from services.gpu_worker.speculative.suffix import SuffixProposer, expected_of_match
 from shared.speculative_config import SpeculativeConfig
 
 WORKER_SHARE_KEPT = 0.99  # of what the worker has counted, with one more

@@ -4,13 +4,27 @@ The match is followed as long as the text goes on as it did there, so that its l
 Where it stops, the last few tokens are looked up, the latest place first. What stopped was perhaps a form whose values
 are new each time: so, as long as no longer match is found, the next tokens there are looked through for the latest one.
 And if nothing is found, the text may go on one token after the place where it differed, as copies with changes do.
+
+Changes repeat. Where the same token came instead of another twice in a row, it is proposed in its place, and then what
+followed it the last time: so ends the value of a form that was copied from where something else follows.
+
+How a token came where the match is says as much as how long that is: one that was foreseen there will be here too, and
+one at which a match was left is left again. So these are told apart, as kinds of strength.
 """
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence as Seq
 
-from services.gpu_worker.speculative.proposer import EXPECTED_STRENGTH, NOTHING, TOKEN_BITS, Guessed, Proposal, going_on
+from services.gpu_worker.speculative.proposer import (
+    EXPECTED_STRENGTH,
+    KIND,
+    NOTHING,
+    TOKEN_BITS,
+    Guessed,
+    Proposal,
+)
 
 SIZES = (4, 2, 1)  # of what is looked up
 KEY_MASKS = tuple((1 << size * TOKEN_BITS) - 1 for size in SIZES)
@@ -18,35 +32,69 @@ MAX_LENGTH = 64  # of a match, as far as it is counted
 WORTH_RESUMING = 4  # shorter matches are chance
 FORM_TOKENS = 16  # behind the place where a form was left, that are looked through
 SURER_THAN_FORM = 3  # tokens of a match
+NEW, FORESEEN, LEFT, CHANGED = 0, KIND, 2 * KIND, 3 * KIND  # LEFT: at which a match of SURER_THAN_FORM was left
+SURE_CHANGE = 2  # times in a row
+NO_CHANGE = (-1, 0)
+
+
+def expected_of_match(strength: int) -> float:
+    """After so many equal tokens in the same text, of which few are chance, or so many times that a change was made: as
+    answers of all kinds had it."""
+    kind, count = divmod(strength, KIND)
+    if kind * KIND in (NEW, FORESEEN):
+        return count * count / (count * count + (1 if kind else 8))
+    return count / (count + (8 if kind * KIND == LEFT else 1))
 
 
 class SuffixProposer:
     def __init__(self) -> None:
         self._text: list[int] = []
+        self._kinds = array("h")  # of its tokens: how each of them came
         self._key = 0  # the last tokens, in TOKEN_BITS each
         self._ends: tuple[dict[int, int], ...] = tuple({} for _ in SIZES)
         self._source = -1  # what may come next stands there, after `_length` equal tokens; -1: nowhere
         self._length = 0
         self._form = -1  # behind the token at which a long match was left
+        self._changes: dict[int, tuple[int, int]] = {}  # what came instead of a token: where last, and how often
 
     def read(self, ids: Seq[int]) -> None:
         self.follow(ids)
 
     def follow(self, ids: Seq[int]) -> list[Guessed]:
         """One loop over local names: it runs for every token of every text."""
-        text, key, source, length = self._text, self._key, self._source, self._length
+        text, kinds, changes, key = self._text, self._kinds, self._changes, self._key
+        source, length = self._source, self._length
         (longest, middle, shortest), (mask, middle_mask, shortest_mask) = self._ends, KEY_MASKS
         at, guessed = len(text), []
         for token_id in ids:
-            was_right = False
+            is_same, kind, instead = False, NEW, -1
             if source >= 0:
-                was_right = text[source] == token_id
-                guessed.append((length, was_right))
+                expected = text[source]
+                is_same = is_right = expected == token_id
+                strength = kinds[source] + length
+                if length and expected in changes:
+                    place, times = changes[expected]
+                    was_changed = text[place] == token_id
+                    if times >= SURE_CHANGE:
+                        is_right, strength = was_changed, CHANGED + times
+                    if is_same:
+                        del changes[expected]
+                    elif was_changed:
+                        times = min(times + 1, MAX_LENGTH)
+                        instead = place if times >= SURE_CHANGE else -1
+                        changes[expected] = at, times
+                    else:
+                        changes[expected] = at, 1
+                elif length and not is_same:
+                    changes[expected] = at, 1
+                guessed.append((strength, is_right))
+                kind = FORESEEN if is_right else LEFT if length >= SURER_THAN_FORM else NEW
             text.append(token_id)
+            kinds.append(kind)
             at += 1
             key = (key << TOKEN_BITS | token_id) & mask
             middle_key, shortest_key = key & middle_mask, key & shortest_mask
-            if was_right:
+            if is_same:
                 source += 1
                 if length < MAX_LENGTH:
                     length += 1
@@ -54,7 +102,10 @@ class SuffixProposer:
                 found = longest.get(key, -1) if at > 3 else -1
                 if found < 0 and at > 1:
                     found = middle.get(middle_key, -1)
+                before = length
                 source, length = self._moved(found if found >= 0 else shortest.get(shortest_key, -1), source, length)
+                if instead >= 0 and length < SURER_THAN_FORM:
+                    source, length = instead + 1, max(self._common(instead + 1), min(before, WORTH_RESUMING))
             if at > 3:
                 longest[key] = at
             if at > 1:
@@ -95,6 +146,19 @@ class SuffixProposer:
         self._source, self._length = len(self._text) - count, EXPECTED_STRENGTH
 
     def propose(self, most: int) -> Proposal:
-        if self._source < 0 or most < 1:
+        """Where the text ends it goes on as if it repeated from there."""
+        source, text, kinds, changes = self._source, self._text, self._kinds, self._changes
+        if source < 0 or most < 1:
             return NOTHING
-        return going_on(self._text, self._source, most, self._length, MAX_LENGTH)
+        ids, strengths = [], []
+        for length in range(self._length, self._length + most):
+            if source == len(text):
+                source = self._source
+            token_id, strength = text[source], kinds[source] + min(length, MAX_LENGTH)
+            place, times = changes.get(token_id, NO_CHANGE)
+            if times >= SURE_CHANGE and length:
+                source, token_id, strength = place, text[place], CHANGED + times
+            ids.append(token_id)
+            strengths.append(strength)
+            source += 1
+        return Proposal(tuple(ids), tuple(strengths))

@@ -4,12 +4,23 @@ import random
 
 import pytest
 
-from services.gpu_worker.speculative.acceptance import NUM_LEVELS, Acceptance, level_of
+from services.gpu_worker.speculative.acceptance import NUM_KINDS, NUM_LEVELS, Acceptance, level_of
+from services.gpu_worker.speculative.proposer import KIND, MAX_STRENGTH
 
 
 def test_levels_are_in_order_and_bounded() -> None:
-    levels = [level_of(strength) for strength in range(2000)]
+    levels = [level_of(strength) for strength in range(MAX_STRENGTH + 1)]
     assert levels[:9] == list(range(9)) and levels == sorted(levels) and max(levels) == NUM_LEVELS - 1
+
+
+def test_strengths_of_each_kind_are_learnt_apart() -> None:
+    acceptance = Acceptance()
+    for kind in range(NUM_KINDS):
+        before = [acceptance.probability(other * KIND + 3) for other in range(NUM_KINDS)]
+        for _ in range(20):
+            acceptance.observe(kind * KIND + 3, kind % 2 == 0)
+        now = [acceptance.probability(other * KIND + 3) for other in range(NUM_KINDS)]
+        assert [a == b for a, b in zip(before, now, strict=True)] == [other != kind for other in range(NUM_KINDS)]
 
 
 def test_longer_matches_are_trusted_more_before_anything_is_known() -> None:

@@ -52,6 +52,14 @@ def test_a_step_that_jumps_in_cost_is_filled_or_left() -> None:
     assert choose_lengths([[0.9, 0.8, 0.7, 0.6]], 1, 1, 9, lambda rows: 2.0 + (rows + 1) // 2) == [3]
 
 
+@pytest.mark.parametrize("num_prompt_rows", [0, 1, 256])
+def test_a_prompt_beside_which_drafts_are_computed_makes_no_row_cheap(num_prompt_rows: int) -> None:
+    """What it takes is taken anyway: a token more saves a step without it."""
+    cost, own = linear(8.0), [[0.9, 0.6, 0.15, 0.1, 0.05]]
+    assert choose_lengths(own, 1, 1, 9, cost) == [2]
+    assert choose_lengths(own, 1, 1 + num_prompt_rows, 9, cost) == [2]
+
+
 @pytest.mark.parametrize(
     ("others", "num_free", "max_cost", "lengths"),
     [
