@@ -174,7 +174,9 @@ def test_native_is_chosen_where_it_can_be(tmp_path: Path) -> None:
     assert [type(engine) for engine in chosen] == [NativeEngine, NativeEngine, TorchEngine]
     assert chosen[0].info.variant.startswith("cpu-native-") and chosen[0].info.variant == chosen[1].info.variant
     assert chosen[2].info.variant.startswith("cpu-torch-")
-    assert replace(chosen[0].info, variant="", num_blocks=0) == replace(chosen[2].info, variant="", num_blocks=0)
+    assert [engine.info.is_native for engine in chosen] == [True, True, False]
+    native, by_torch = (replace(e.info, variant="", num_blocks=0, is_native=False) for e in (chosen[0], chosen[2]))
+    assert native == by_torch
 
 
 def test_without_a_compiler_torch_computes_and_says_so_once(
