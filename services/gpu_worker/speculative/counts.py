@@ -14,6 +14,7 @@ OFTEN, SELDOM = 24, 256  # steps with drafts between plain ones
 CLEAR = 0.5  # saved of the time, where it need not be known so well
 PLAIN_WEIGHT = 0.2  # of the newest step
 MOST_OFF = 0.5
+HELD_UP = 2.0  # times what its rows would take one by one, which a step takes only if something else holds it up
 
 
 @dataclass(slots=True)
@@ -62,6 +63,9 @@ class Savings:
         if seconds <= 0.0 or num_rows == num:
             return 0.0
         plain_s = self._plain_s.get(num) or self._cost.seconds(num)
+        seconds = min(seconds, HELD_UP * plain_s * num_rows / num)  # the rest is no loss by guesses
+        if seconds <= 0.0:
+            return 0.0
         saved = plain_s * sum(map(len, drawn)) / num - seconds
         self._num_since += 1
         self._share += PLAIN_WEIGHT * (saved / seconds - self._share)
