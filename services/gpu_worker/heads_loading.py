@@ -12,6 +12,7 @@ import torch
 
 from services.gpu_worker.batch import Engine
 from services.gpu_worker.device import DeviceOptions, computed_types
+from services.gpu_worker.engine import memory_errors
 from services.gpu_worker.gpu_engine import GpuEngine, StepLimits
 from services.gpu_worker.gpu_memory import NOTHING_BESIDE, Beside
 from services.gpu_worker.model.config import ConfigError
@@ -112,7 +113,8 @@ class Heads:
     def load_if_possible(self, engine: Engine) -> HeadProposer | MedusaProposer | None:
         """None where they only come along and cannot draft for it; ConfigError where they are asked for."""
         try:
-            return self.load(engine)
+            with memory_errors():
+                return self.load(engine)
         except (ConfigError, MemoryError, OSError) as e:
             if not self.comes_along:
                 raise

@@ -153,15 +153,20 @@ def test_heads_that_cannot_be_loaded_stop_no_worker_that_has_not_asked_for_them(
         load(folder, speculative_config=EAGLE)
 
 
-@pytest.mark.parametrize("error", [MemoryError, OSError])
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [(MemoryError, "none left"), (OSError, "none left"), (RuntimeError, "DefaultCPUAllocator: can't allocate memory")],
+)
 def test_nor_those_for_which_the_machine_does_not_suffice(
-    folder: Path, error: type[Exception], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    folder: Path, error: type[Exception], words: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """torch says so by the text of a RuntimeError."""
+
     def run_out(*_: Any, **__: Any) -> None:
-        raise error("there is none left")
+        raise error(words)
 
     monkeypatch.setattr(native_eagle.NativeEagle, "__init__", run_out)
     assert isinstance(load(folder)[3], Speculator)
-    assert "guessing from texts alone: there is none left" in caplog.messages
+    assert f"guessing from texts alone: {words}" in caplog.messages
     with pytest.raises((main.ModelFailure, main.OutOfMemory)):
         load(folder, speculative_config=EAGLE)
