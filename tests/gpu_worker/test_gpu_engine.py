@@ -283,3 +283,17 @@ def test_parts_of_several_formats_are_multiplied_one_by_one() -> None:
     linear = OnDevice(CPU, torch.float32).projection(Stored(), bias)
     assert len(linear.parts) == 2
     torch.testing.assert_close(linear(x), x @ torch.cat((floats, codes.values())).t() + bias, rtol=1e-3, atol=1e-3)
+
+
+def test_a_step_stands_if_what_its_layers_have_read_cannot_be_kept(tmp_path: Path) -> None:
+    """There may be no memory for it: a guess less, not an answer."""
+    save("llama", tmp_path)
+    engine = GpuEngine.load(tmp_path, CPU, **ROOM)
+    runner, text = Runner(engine), prompts(1)[0]
+    want = ids_of(runner.run([runner.sequence(text, 4)]))
+
+    def take(chunks: Seq[Chunk], rows: torch.Tensor) -> None:
+        raise torch.OutOfMemoryError("no more")
+
+    engine.tap((1,), take)
+    assert ids_of(runner.run([runner.sequence(text, 4)])) == want
