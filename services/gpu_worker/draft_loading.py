@@ -89,9 +89,7 @@ class Draft:
         self, info: EngineInfo, length: int, device: torch.device | None, limits: StepLimits,
         options: DeviceOptions | None,
     ) -> AnyEngine:  # fmt: skip
-        own = StepLimits(
-            draft_tokens(limits.max_num_batched_tokens, limits.max_num_seqs), limits.max_num_seqs, limits.memory_share
-        )
+        own = StepLimits(draft_tokens(limits.max_num_seqs), limits.max_num_seqs, limits.memory_share)
         kind = "auto" if info.on_card else cpu_kind(self.kind, self.cache_dir)
         engine = load_engine(
             kind, self.source.path, self.cache_dir, num_threads=self.num_threads, num_blocks=info.num_blocks,

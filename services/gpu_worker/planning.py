@@ -133,7 +133,7 @@ def draft_beside(outline: Outline, limits: Limits, device: torch.device) -> Besi
     config = outline.config
     length = min(limits.max_model_len or config.max_position_embeddings, config.max_position_embeddings)
     computed, kv_dtype = computed_types(device, limits.dtype, limits.kv_cache_dtype)
-    own = replace(limits, max_num_batched_tokens=draft_tokens(limits.max_num_batched_tokens, limits.max_num_seqs))
+    own = replace(limits, max_num_batched_tokens=draft_tokens(limits.max_num_seqs))
     step = _card_step_bytes(config, own, length, computed.itemsize)
     return Beside(outline.device_bytes(computed), step, block_bytes(config, limits.block_size, kv_dtype))
 
@@ -141,16 +141,16 @@ def draft_beside(outline: Outline, limits: Limits, device: torch.device) -> Besi
 def head_beside(layer: ModelConfig, weight_bytes: int, num_taps: int, limits: Limits, device: torch.device) -> Beside:
     """An EAGLE head on a GPU. layer: its own; num_taps: layers of the model that it reads, whose rows are kept."""
     computed, _ = computed_types(device, limits.dtype, "auto")
-    own = replace(limits, max_num_batched_tokens=draft_tokens(limits.max_num_batched_tokens, limits.max_num_seqs))
+    own = replace(limits, max_num_batched_tokens=draft_tokens(limits.max_num_seqs))
     length = min(limits.max_model_len or layer.max_position_embeddings, layer.max_position_embeddings)
     step = _card_step_bytes(layer, own, length, computed.itemsize)
     kept = (2 * limits.max_num_batched_tokens + MAX_KEPT_ROWS) * num_taps * layer.hidden_size * computed.itemsize
     return Beside(weight_bytes, step + kept, block_bytes(layer, limits.block_size, computed))
 
 
-def draft_tokens(max_num_batched_tokens: int, max_num_seqs: int) -> int:
-    """Of a draft model's largest step, for a served one with such steps."""
-    return min(max_num_batched_tokens, MAX_CATCH_UP_TOKENS + max_num_seqs)
+def draft_tokens(max_num_seqs: int) -> int:
+    """Of a draft model's largest step, however few the served model's has."""
+    return MAX_CATCH_UP_TOKENS + max_num_seqs
 
 
 def _plan(engine: str, outline: Outline, length: int, weights: int, step: int, limits: Limits, size: int,

@@ -23,6 +23,7 @@ from services.gpu_worker.native_engine import NativeEngine
 from services.gpu_worker.planning import Limits, draft_beside, plan_card, plan_cpu
 from services.gpu_worker.speculative.head_proposer import MAX_KEPT_ROWS
 from services.gpu_worker.speculative.medusa_proposer import MedusaProposer
+from services.gpu_worker.speculative.model_speculator import MAX_CATCH_UP_TOKENS
 from services.gpu_worker.weights.loader import open_source
 from services.gpu_worker.weights.outline import outline
 from shared.settings import WorkerSettings
@@ -77,15 +78,15 @@ def test_a_draft_model_on_a_card_is_counted_with_what_it_may_read_at_once(tmp_pa
     save("qwen3", tmp_path / "b")
     target, draft = (outline(tmp_path / name) for name in "ab")
     beside = draft_beside(draft, CARD_LIMITS, torch.device("cuda"))
-    alone, other, both = (
-        plan_card(o, CARD_LIMITS, 4 << 30, each) for o, each in ((target, Beside(0, 0, 0)), (draft, Beside(0, 0, 0)),
-                                                               (target, beside))
-    )  # fmt: skip
+    own = dataclasses.replace(CARD_LIMITS, max_num_batched_tokens=MAX_CATCH_UP_TOKENS + CARD_LIMITS.max_num_seqs)
+    alone, both = (plan_card(target, CARD_LIMITS, 4 << 30, each) for each in (Beside(0, 0, 0), beside))
+    other = plan_card(draft, own, 4 << 30)
     assert both.weight_bytes == alone.weight_bytes + other.weight_bytes
     assert both.step_bytes == alone.step_bytes + other.step_bytes
     assert both.block_bytes == alone.block_bytes + other.block_bytes
-    long = draft_beside(draft, dataclasses.replace(CARD_LIMITS, max_num_batched_tokens=8192), torch.device("cuda"))
-    assert beside.step_bytes <= long.step_bytes < 2 * beside.step_bytes, "a draft model reads no long prompt at once"
+    for num_tokens in (64, 8192):
+        changed = dataclasses.replace(CARD_LIMITS, max_num_batched_tokens=num_tokens)
+        assert draft_beside(draft, changed, torch.device("cuda")) == beside, "it reads as much at once beside any steps"
 
 
 @pytest.mark.parametrize("kind", ["eagle3", "eagle", "medusa"])
