@@ -115,10 +115,11 @@ class Heads:
         try:
             with memory_errors():
                 return self.load(engine)
-        except (ConfigError, MemoryError, OSError) as e:
+        except Exception as e:
             if not self.comes_along:
                 raise
-            log.warning("guessing from texts alone: %s", e)
+            is_known = isinstance(e, ConfigError | MemoryError | OSError)
+            log.warning("guessing from texts alone: %s", e, exc_info=not is_known)
             return None
 
     def load(self, engine: Engine) -> HeadProposer | MedusaProposer:

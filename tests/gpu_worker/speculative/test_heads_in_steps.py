@@ -300,6 +300,19 @@ def test_heads_that_only_come_along_stop_no_model(tmp_path: Path, monkeypatch: p
         by_name.load_if_possible(torch_engine)
 
 
+def test_a_head_that_comes_along_and_fails_stops_no_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever it fails of: a kernel that does not compile is no error of its files."""
+
+    def load(heads: Heads, engine: Engine) -> None:
+        raise RuntimeError("no such instruction")
+
+    monkeypatch.setattr(Heads, "load", load)
+    engine: Any = None
+    assert Heads(tmp_path, "eagle3", tmp_path, 16, comes_along=True).load_if_possible(engine) is None
+    with pytest.raises(RuntimeError):
+        Heads(tmp_path, "eagle3", tmp_path, 16).load_if_possible(engine)
+
+
 def test_a_first_guess_and_those_behind_it_have_costs_of_their_own() -> None:
     """The head says what the later ones took; the rest, with all that is done around them, is the first's."""
     now_s = [0.0]
