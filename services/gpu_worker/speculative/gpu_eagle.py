@@ -148,7 +148,7 @@ class GpuEagle:
     ) -> None:  # fmt: skip
         """recorder: of graphs of later places."""
         self.config = config
-        self.later_s = 0.0
+        self.later_s = self.aside_s = 0.0
         self._weights = weights
         self._block_size = block_size
         self.device = device
@@ -173,9 +173,11 @@ class GpuEagle:
             places = self._uploaded(host)
             drawn = self._chains(wanted, places, host)
             ids, logprobs = (torch.cat(values).tolist() for values in zip(*drawn, strict=True))
+            ended = time.monotonic()
             if self._graphs is not None:
                 self._graphs.record_due()
-        self.later_s = (time.monotonic() - started) * (len(places) - 1) / len(places)
+        self.later_s = (ended - started) * (len(places) - 1) / len(places)
+        self.aside_s = time.monotonic() - ended
         found: list[list[Guess]] = [[] for _ in wanted]
         known = iter(zip(ids, logprobs, strict=True))
         for number, place in enumerate(places):

@@ -139,7 +139,7 @@ class NativeEagle:
         block_size: int, max_model_len: int,
     ) -> None:  # fmt: skip
         self.config = config
-        self.later_s = 0.0
+        self.later_s = self.aside_s = 0.0
         self._weights = weights  # which the native code points to
         self._block_size = block_size
         library, pool = target.native

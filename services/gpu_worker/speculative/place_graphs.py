@@ -64,7 +64,7 @@ class PlaceGraphs:
         return graph.left[:num], graph.logits[:num]
 
     def record_due(self) -> None:
-        """Graphs that have become due, once nobody waits. What cannot be recorded is computed as before."""
+        """Graphs that have become due, while a step waits. What cannot be recorded is computed as before."""
         while self._due:
             self._record(*self._due.pop())
 

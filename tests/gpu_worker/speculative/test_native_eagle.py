@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +16,7 @@ from services.gpu_worker.cuda_graphs import RECORDED_AFTER
 from services.gpu_worker.gpu_engine import GpuEngine
 from services.gpu_worker.heads_loading import Heads
 from services.gpu_worker.native_engine import NativeEngine
+from services.gpu_worker.speculative import gpu_eagle
 from services.gpu_worker.speculative.gpu_eagle import GpuEagle
 from services.gpu_worker.speculative.head_proposer import HeadProposer
 from services.gpu_worker.speculative.native_eagle import Guess, NativeEagle, Wanted, load_eagle
@@ -169,3 +172,24 @@ def test_later_places_are_graphs_that_guess_the_same(tmp_path: Path, kind: str) 
         told.append([eagle.guess(asked) for _ in range(RECORDED_AFTER + 2)])
     assert rerun.num_recorded == 3 and rerun.num_replays >= 6
     assert [as_known(own) for own in told[1]] == [known(own) for own in told[0]]
+
+
+def test_what_recording_takes_is_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a head whose first guesses have many places would seem slow, and rest."""
+    now_s = [0.0]
+
+    class Slow(Rerun):
+        def record(self, run: Callable[[], torch.Tensor]) -> tuple[Callable[[], None], torch.Tensor]:
+            now_s[0] += 9.0
+            return super().record(run)
+
+    monkeypatch.setattr(gpu_eagle, "time", SimpleNamespace(monotonic=lambda: now_s[0]))
+    save_tiny(tmp_path / "model")
+    engine = load_gpu(tmp_path / "model", kv_cache_bytes=8 << 20, recorder=Slow())
+    published("eagle3", tmp_path / "model", tmp_path / "head")
+    eagle, sequence = loaded(engine, "eagle3", tmp_path / "head"), Runner(engine).sequence(prompts(1, low=9)[0], 8)
+    told = []
+    for _ in range(2):
+        eagle.guess([wanted(engine, sequence, eagle.config.tap_layers, 1 + RECORDED_AFTER)])
+        told.append((eagle.later_s, eagle.aside_s))
+    assert told == [(0.0, 9.0), (0.0, 0.0)]
