@@ -60,7 +60,7 @@ class Heads:
     on_gpus: bool = True
 
     def block_bytes(self, is_native: bool = True) -> int:
-        """What each block of the target takes more. They compute beside the native engine alone."""
+        """What each block of the target takes more, on a CPU, where they compute beside the native engine alone."""
         config = self._config
         if not is_native or isinstance(config, MedusaConfig):
             return 0

@@ -93,7 +93,7 @@ class DraftModel:
             del self._shadows[seq.sid]
 
     def propose(self, sequences: Seq[Sequence], most: Seq[int], num_tokens: int) -> list[Proposal]:
-        """On a GPU a step begins before the one is over whose tokens it reads there."""
+        """On a GPU a step begins before the one is over whose tokens it reads there, but for mapped vocabularies."""
         shadows = [self._follow(seq) for seq in sequences]
         chunks = self._catching_up(shadows, num_tokens)
         before: _Begun | None = None
