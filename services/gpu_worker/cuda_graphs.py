@@ -163,7 +163,7 @@ class _Graph:
     buffer: torch.Tensor  # uint8: what it reads
     inputs: DeviceInputs  # views of that
     replay: Callable[[], None]
-    logits: torch.Tensor  # float32 [num_seqs, vocab_size]
+    logits: torch.Tensor  # float32 [num_seqs, vocab_size], where all graphs write theirs
     taps: Taps | None  # which each replay fills anew
 
 
@@ -186,6 +186,7 @@ class DecodeGraphs:
         self._met: Counter[Bucket] = Counter()
         self._due: tuple[Bucket, DeviceInputs] | None = None
         self._tap_layers: tuple[int, ...] = ()
+        self._logits: torch.Tensor | None = None
 
     def tap(self, layers: tuple[int, ...]) -> None:
         """From now on graphs keep what these read, whether a step wants it or not."""
@@ -237,9 +238,16 @@ class DecodeGraphs:
             buffer = torch.empty(num_bytes(host.tensors()), dtype=torch.uint8, device=self._device)
             inputs = host.with_tensors(upload(host.tensors(), self._device, buffer))
             taps = Taps(self._tap_layers) if self._tap_layers else None
-            replay, logits = self.recorder.record(lambda: self._forward(inputs, taps=taps))
+            replay, logits = self.recorder.record(lambda: self._kept(self._forward(inputs, taps=taps)))
         except (RuntimeError, MemoryError) as e:
             log.warning("no graph of %s: %s", bucket, e)
             return
         self._graphs[bucket] = _Graph(buffer, inputs, replay, logits, taps)
         log.debug("recorded a graph of %s", bucket)
+
+    def _kept(self, logits: torch.Tensor) -> torch.Tensor:
+        """In one place for all graphs: what each gives out stays its own, which of many buckets is more than is spare.
+        It is made before the first graph is recorded, when what that will do is done once."""
+        if self._logits is None:
+            self._logits = logits.new_empty(min(self._max_num_seqs, SIZES[-1]), logits.shape[1])
+        return self._logits[: len(logits)].copy_(logits)

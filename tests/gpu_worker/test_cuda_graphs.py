@@ -220,6 +220,21 @@ def test_a_graph_is_recorded_once_its_bucket_has_been_met_often(folder: Path) ->
     assert counts == [(0, 0)] * (RECORDED_AFTER - 1) + [(1, 0), (1, 1), (1, 2)]
 
 
+def test_graphs_write_their_logits_to_one_place(folder: Path) -> None:
+    """Some hundred buckets may be met, the largest of which give out some hundred megabytes each."""
+    engine = GpuEngine.load(folder, CPU, recorder=Rerun(), **ROOM)
+    runner = Runner(engine)
+    for num in (1, 2):
+        sequences = [runner.sequence([1, 2, 3], 12) for _ in range(num)]
+        runner.step([Chunk(s, 0, 3, True) for s in sequences])
+        for _ in range(RECORDED_AFTER):
+            runner.step([Chunk(s, len(s.token_ids) - 1, 1, True) for s in sequences])
+    assert engine._graphs is not None
+    graphs = engine._graphs._graphs
+    assert set(graphs) == {Bucket(n, min(1024, engine.info.max_model_len)) for n in (1, 2)}
+    assert len({graph.logits.data_ptr() for graph in graphs.values()}) == 1
+
+
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError("no more"), RuntimeError("not permitted"), MemoryError()])
 def test_what_cannot_be_recorded_is_computed_as_before(folder: Path, error: Exception) -> None:
     text = prompts(1)[0]
