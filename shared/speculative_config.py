@@ -7,7 +7,7 @@ from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-AUTO = "auto"  # the default: the method of that name, where it was shown not to cost
+AUTO = "auto"  # the default: the method of that name, where it was measured to cost little
 OFF = "none"
 HEADS = ("medusa", "eagle", "eagle3")
 MODELS = ("draft_model", *HEADS)
