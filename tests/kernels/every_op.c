@@ -12,7 +12,7 @@
 #include "sampling.h"
 
 #define COLUMNS 512
-#define NUM_ROWS 11
+#define NUM_ROWS 31 /* as many as a product takes at once, then 8, 4, 2 and 1 */
 
 static void *library;
 static struct pool *pool;

@@ -205,7 +205,7 @@ def test_rows_of_a_tree_have_the_bits_of_their_path_alone(
     """In slots behind the cached ones, over the ends of tiles and splits."""
     torch.manual_seed(6)
     heads, kv_heads, dim, _ = geometry
-    num_rows = 14  # more than attention takes at once, the first of them before the tree
+    num_rows = 20  # more than attention takes at once, the first of them before the tree
     attention = Attention(*geometry, [num_before + num_rows], in_bytes)
     before, tree = (torch.randn(n, (heads + 2 * kv_heads) * dim) for n in (num_before, num_rows))
     attention.run(library, before, [(0, 0, num_before)])
