@@ -31,6 +31,9 @@ from services.gpu_worker.weights.loader import Progress, load_weights, open_sour
 
 log = logging.getLogger(__name__)
 
+TellTaps = Callable[[Seq[Chunk], torch.Tensor], None]  # chunks of a step, and what layers have read for their rows
+WantsTaps = Callable[[Seq[Chunk]], bool]
+
 _NO_MEMORY = ("can't allocate memory", "not enough memory", "Cannot allocate memory", "out of memory", "ALLOC_FAILED")
 USEFUL_CONTEXTS = 256  # full contexts that the default pool holds at most
 
@@ -174,6 +177,14 @@ _MEMORY_ERRORS = _MemoryErrors()
 def memory_errors() -> _MemoryErrors:
     """MemoryError for what torch, libraries and drivers say in other ways, some by the text of a RuntimeError."""
     return _MEMORY_ERRORS
+
+
+def tell_taps(tell: TellTaps, chunks: Seq[Chunk], rows: torch.Tensor) -> None:
+    """What is drawn stands, whatever becomes of guesses."""
+    try:
+        tell(chunks, rows)
+    except Exception:
+        log.warning("what layers have read in a step is lost", exc_info=True)
 
 
 def context_length(config: ModelConfig, asked: int | None, windows: bool = False) -> int:

@@ -24,10 +24,10 @@ from services.gpu_worker.composer import MAX_SCORES
 from services.gpu_worker.cuda_graphs import DecodeGraphs, Recorder
 from services.gpu_worker.device import computed_types
 from services.gpu_worker.device_sampler import draw, needs_history
-from services.gpu_worker.engine import USEFUL_CONTEXTS, context_length, memory_errors
+from services.gpu_worker.engine import USEFUL_CONTEXTS, TellTaps, WantsTaps, context_length, memory_errors
 from services.gpu_worker.gpu_inputs import DeviceInputs, build_inputs, upload
 from services.gpu_worker.gpu_memory import NOTHING_BESIDE, Beside, Budget, Card
-from services.gpu_worker.gpu_step import GpuStep, TellTaps, WantsTaps
+from services.gpu_worker.gpu_step import GpuStep
 from services.gpu_worker.kv_pool import block_bytes, num_blocks_for
 from services.gpu_worker.model.config import ModelConfig
 from services.gpu_worker.model.gpu_decoder import GpuDecoder, Taps
@@ -87,7 +87,7 @@ class GpuEngine:
         dtype: torch.dtype = torch.float32,
     ) -> None:  # fmt: skip
         self.info = info
-        self._decoder = decoder
+        self.decoder = decoder
         self._caches = caches
         self._geometry = geometry
         self.device = device
@@ -101,12 +101,8 @@ class GpuEngine:
         self._wants_taps: WantsTaps = lambda chunks: True
 
     @property
-    def decoder(self) -> GpuDecoder:
-        return self._decoder
-
-    @property
     def config(self) -> ModelConfig:
-        return self._decoder.config
+        return self.decoder.config
 
     @property
     def recorder(self) -> Recorder | None:
@@ -204,7 +200,7 @@ class GpuEngine:
         tensors = inputs.tensors()
         tensors[3] = torch.arange(first, chunk.count)
         with torch.inference_mode(), memory_errors():
-            return self._decoder.forward(inputs.with_tensors(upload(tensors, self.device)), self._caches).cpu()
+            return self.decoder.forward(inputs.with_tensors(upload(tensors, self.device)), self._caches).cpu()
 
     def hidden_rows(self, chunk: Chunk, layers: tuple[int, ...]) -> torch.Tensor:
         """As `NativeEngine.hidden_rows`."""
@@ -238,7 +234,7 @@ class GpuEngine:
         if logits is None:
             inputs = inputs.with_tensors(upload(inputs.tensors(), self.device))
             fill_in(inputs.token_ids)
-            logits = self._decoder.forward(inputs, self._caches, taps)
+            logits = self.decoder.forward(inputs, self._caches, taps)
         return logits
 
 

@@ -2,23 +2,14 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable
 from collections.abc import Sequence as Seq
-
-import torch
 
 from services.gpu_worker.batch import Chunk, Drawn
 from services.gpu_worker.device_sampler import PendingTokens
-from services.gpu_worker.engine import memory_errors
+from services.gpu_worker.engine import TellTaps, memory_errors, tell_taps
 from services.gpu_worker.gpu_inputs import order_of
 from services.gpu_worker.model.gpu_decoder import Taps
 from services.gpu_worker.speculative.verify import drawn_by_chunk
-
-log = logging.getLogger(__name__)
-
-TellTaps = Callable[[Seq[Chunk], torch.Tensor], None]
-WantsTaps = Callable[[Seq[Chunk]], bool]
 
 
 class GpuStep:
@@ -48,8 +39,5 @@ class GpuStep:
             tokens = self.tokens.wait()
         drawn = drawn_by_chunk(self._chunks, self._sample_chunks, tokens)
         if self._taps is not None and self._tell is not None:
-            try:
-                self._tell([self._chunks[i] for i in order_of(self._chunks)], self._taps.rows)
-            except Exception:  # what is drawn stands, whatever becomes of guesses
-                log.warning("what layers have read in a step is lost", exc_info=True)
+            tell_taps(self._tell, [self._chunks[i] for i in order_of(self._chunks)], self._taps.rows)
         return drawn

@@ -6,7 +6,6 @@ Like `engine.TorchEngine` in everything but speed and rounding: products take ac
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +15,14 @@ import torch
 from kernels.native.library import NativeLibrary
 from services.gpu_worker.attention_plan import Geometry
 from services.gpu_worker.batch import Chunk, Drawn, EngineInfo, SampledToken
-from services.gpu_worker.engine import USEFUL_CONTEXTS, context_length, memory_errors
+from services.gpu_worker.engine import (
+    USEFUL_CONTEXTS,
+    TellTaps,
+    WantsTaps,
+    context_length,
+    memory_errors,
+    tell_taps,
+)
 from services.gpu_worker.kv_pool import num_blocks_for
 from services.gpu_worker.model.config import ConfigError, ModelConfig, NotNativeError
 from services.gpu_worker.model.native_decoder import (
@@ -33,8 +39,6 @@ from services.gpu_worker.variant import native_variant
 from services.gpu_worker.weights.loader import Progress, open_source
 from services.gpu_worker.weights.native_loader import load_native_weights, return_freed_memory
 
-TellTaps = Callable[[Seq[Chunk], torch.Tensor], None]
-WantsTaps = Callable[[Seq[Chunk]], bool]
 BLOCK_SIZES = (1, 2, 4, 8, 16, 32, 48, 64, 128, 256)
 
 
@@ -105,7 +109,7 @@ class NativeStep:
             taps = None if taps is None else taps[rows]
             self._decoder.move_slots(moves)
         if self._tell is not None and taps is not None:
-            self._tell(chunks, taps)
+            tell_taps(self._tell, chunks, taps)
         return drawn
 
 

@@ -18,7 +18,7 @@ from services.gpu_worker.gpu_memory import LEAST_SPARE
 from services.gpu_worker.model.config import ConfigError
 from services.gpu_worker.speculative.draft import chain
 from services.gpu_worker.step_inputs import SequenceError
-from services.gpu_worker.weights.on_device import OnDevice
+from services.gpu_worker.weights.on_device import DeviceLinear, OnDevice
 from tests.gpu_worker.engine_loops import run_loop
 from tests.gpu_worker.gguf_files import write_gguf
 from tests.gpu_worker.tiny_models import Runner, build, ids_of, prompts, save
@@ -110,7 +110,7 @@ def test_bad_sequences_fail_before_anything_is_computed(engine: GpuEngine, monke
     runner = Runner(engine)
     good, bad = runner.sequence([1, 2, 3], 4), runner.sequence([1, 2, 3], 4)
     bad.token_ids[1] = 300
-    monkeypatch.setattr(engine._decoder, "forward", None)
+    monkeypatch.setattr(engine.decoder, "forward", None)
     with pytest.raises(SequenceError, match="vocabulary") as caught:
         engine.step([Chunk(good, 0, 3, True), Chunk(bad, 0, 3, True)])
     assert caught.value.sid == bad.sid
@@ -246,7 +246,8 @@ def test_quantised_weights_give_the_logits_of_the_same_weights_as_floats(quantiz
 
     want = logits(TorchEngine.load(tmp_path, quantization=quantization, **ROOM))
     engine = GpuEngine.load(tmp_path, CPU, quantization=quantization, **ROOM)
-    assert isinstance(engine.decoder.weights.layers[0].out.parts[0], PlanarWeight)  # type: ignore[attr-defined]
+    out = engine.decoder.weights.layers[0].out
+    assert isinstance(out, DeviceLinear) and isinstance(out.parts[0], PlanarWeight)
     got = logits(engine)
     assert (got - want).abs().max() < 0.01 * want.abs().max()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Seq
 from pathlib import Path
 
 import pytest
@@ -57,3 +58,16 @@ def test_taps_are_of_the_rows_of_each_step_and_change_no_token(tmp_path: Path) -
     engine.decoder.tap_layers = (2, 4)
     runner = Runner(engine)
     assert runner.run([runner.sequence(text, 6) for text in texts]) == want
+
+
+def test_a_native_step_stands_if_what_its_layers_have_read_cannot_be_kept(tmp_path: Path) -> None:
+    save("llama", tmp_path)
+    engine = load_native(tmp_path, kv_cache_bytes=8 << 20)
+    runner, text = Runner(engine), prompts(1)[0]
+    want = runner.run([runner.sequence(text, 4)])
+
+    def take(chunks: Seq[Chunk], rows: torch.Tensor) -> None:
+        raise MemoryError("no more")
+
+    engine.tap((1,), take)
+    assert runner.run([runner.sequence(text, 4)]) == want
