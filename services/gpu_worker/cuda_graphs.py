@@ -208,12 +208,13 @@ class DecodeGraphs:
             if self._met[bucket] == RECORDED_AFTER:
                 self._due = bucket, inputs
             return None
-        upload(self._filled(inputs, bucket).tensors(), self._device, graph.buffer)
+        filled, places = self._filled(inputs, bucket)
+        upload(filled.tensors(), self._device, graph.buffer)
         fill_in(graph.inputs.token_ids)
         graph.replay()
         read = None if taps is None or graph.taps is None else graph.taps.rows
-        if bucket.num_rows > 1:
-            (places,) = upload([places_in(inputs, bucket)], self._device)
+        if places is not None:
+            (places,) = upload([places], self._device)
             logits, read = graph.logits[places], None if read is None else read[places]
         else:
             num_rows = inputs.token_ids.shape[0]
@@ -222,18 +223,19 @@ class DecodeGraphs:
             taps.rows = read
         return logits
 
-    def _filled(self, inputs: DeviceInputs, bucket: Bucket) -> DeviceInputs:
+    def _filled(self, inputs: DeviceInputs, bucket: Bucket) -> tuple[DeviceInputs, torch.Tensor | None]:
+        """And `places_in` it, where its rows are not simply the first."""
         if bucket.num_rows == 1:
-            return fill_up(inputs, bucket, self._block_size)
+            return fill_up(inputs, bucket, self._block_size), None
         places = places_in(inputs, bucket)
-        return spread(inputs, places, bucket, self._block_size, self._group, self._fast)
+        return spread(inputs, places, bucket, self._block_size, self._group, self._fast), places
 
     def record_due(self) -> None:
         """After a step has begun: a graph that has become due. What cannot be recorded is computed as before."""
         if self._due is None:
             return
         (bucket, like), self._due = self._due, None
-        host = emptied(self._filled(like, bucket))
+        host = emptied(self._filled(like, bucket)[0])
         try:
             buffer = torch.empty(num_bytes(host.tensors()), dtype=torch.uint8, device=self._device)
             inputs = host.with_tensors(upload(host.tensors(), self._device, buffer))
