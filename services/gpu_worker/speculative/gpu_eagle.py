@@ -121,6 +121,22 @@ def draw_drafted(
     return ids, wide.gather(1, ids.clamp(min=0)[:, None])[:, 0] - logits.logsumexp(-1)
 
 
+def guesses_of(
+    drawn: Seq[tuple[torch.Tensor, torch.Tensor]], members: Seq[Seq[int]], num_wanted: int
+) -> list[list[Guess]]:
+    """Waits for the device. drawn: at each place, as `draw_drafted`, by its members; a chain ends before what is no
+    token."""
+    ids, logprobs = (torch.cat(values).tolist() for values in zip(*drawn, strict=True))
+    found: list[list[Guess]] = [[] for _ in range(num_wanted)]
+    known = iter(zip(ids, logprobs, strict=True))
+    for place, own in enumerate(members):
+        for member in own:
+            token_id, logprob = next(known)
+            if token_id >= 0 and len(found[member]) == place:
+                found[member].append(Guess(token_id, logprob))
+    return found
+
+
 @dataclass(frozen=True, slots=True)
 class _Place:
     """members: of those wanted, who has a guess here; from_before: int64, which of the place before they are, or, at
@@ -172,19 +188,12 @@ class GpuEagle:
             host = self._places(wanted)
             places = self._uploaded(host)
             drawn = self._chains(wanted, places, host)
-            ids, logprobs = (torch.cat(values).tolist() for values in zip(*drawn, strict=True))
+            found = guesses_of(drawn, [place.members for place in places], len(wanted))
             ended = time.monotonic()
             if self._graphs is not None:
                 self._graphs.record_due()
         self.later_s = (ended - started) * (len(places) - 1) / len(places)
         self.aside_s = time.monotonic() - ended
-        found: list[list[Guess]] = [[] for _ in wanted]
-        known = iter(zip(ids, logprobs, strict=True))
-        for number, place in enumerate(places):
-            for member in place.members:
-                token_id, logprob = next(known)
-                if token_id >= 0 and len(found[member]) == number:
-                    found[member].append(Guess(token_id, logprob))
         return found
 
     def _chains(

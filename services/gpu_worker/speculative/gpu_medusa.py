@@ -15,7 +15,7 @@ from services.gpu_worker.engine import memory_errors
 from services.gpu_worker.gpu_inputs import upload
 from services.gpu_worker.model.config import ModelConfig
 from services.gpu_worker.model.layers import Product
-from services.gpu_worker.speculative.gpu_eagle import choice_of, draw_drafted
+from services.gpu_worker.speculative.gpu_eagle import choice_of, draw_drafted, guesses_of
 from services.gpu_worker.speculative.head_config import MedusaConfig, read_medusa
 from services.gpu_worker.speculative.native_eagle import Guess
 from services.gpu_worker.speculative.native_medusa import vllms_names
@@ -78,15 +78,7 @@ class GpuMedusa:
             drawn = [
                 self._drawn(rows, place, draws[place], there[6 * place : 6 * place + 6]) for place in range(len(going))
             ]
-            ids, logprobs = (torch.cat(values).tolist() for values in zip(*drawn, strict=True))
-        found: list[list[Guess]] = [[] for _ in sequences]
-        known = iter(zip(ids, logprobs, strict=True))
-        for place, own in enumerate(going):
-            for i in own:
-                token_id, logprob = next(known)
-                if token_id >= 0 and len(found[i]) == place:
-                    found[i].append(Guess(token_id, logprob))
-        return found
+            return guesses_of(drawn, going, len(sequences))
 
     def _drawn(
         self, rows: torch.Tensor, place: int, draws: DrawRows, there: Seq[torch.Tensor]
