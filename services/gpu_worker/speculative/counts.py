@@ -60,7 +60,7 @@ class Savings:
     def of(self, num_rows: int, drawn: Seq[Drawn], seconds: float) -> float:
         """How much longer plain steps would have taken for what one of so many rows has drawn."""
         num = len(drawn)
-        if seconds <= 0.0 or num_rows == num:
+        if num_rows == num:
             return 0.0
         plain_s = self._plain_s.get(num) or self._cost.seconds(num)
         seconds = min(seconds, HELD_UP * plain_s * num_rows / num)  # the rest is no loss by guesses

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 
-from services.gpu_worker.speculative.proposer import EXPECTED_STRENGTH, NOTHING, TOKEN_BITS, Guessed, Proposal, going_on
+from services.gpu_worker.speculative.proposer import EXPECTED_STRENGTH, NOTHING, TOKEN_BITS, Guessed, Proposal
 
 
 class NgramProposer:
@@ -48,6 +48,10 @@ class NgramProposer:
         self._source, self._length = len(self._text) - count, min(EXPECTED_STRENGTH, self._longest)
 
     def propose(self, most: int) -> Proposal:
+        """Where the text ends it goes on as if it repeated from there."""
         if self._length == 0 or most < 1:
             return NOTHING
-        return going_on(self._text, self._source, most, self._length, self._longest)
+        ids = self._text[self._source : self._source + most]
+        while len(ids) < most:
+            ids += ids[: most - len(ids)]
+        return Proposal(tuple(ids), tuple([min(self._length + i, self._longest) for i in range(most)]))

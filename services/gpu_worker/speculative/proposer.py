@@ -9,8 +9,8 @@ from typing import Protocol
 
 @dataclass(frozen=True, slots=True)
 class Proposal:
-    """Drafts, first to last. strengths: how much speaks for each, in the proposer's own measure, up to MAX_STRENGTH,
-    and KIND times the number of the kind that it is of: what each kind is worth is learnt apart."""
+    """Drafts, first to last. strengths: how much speaks for each, in the proposer's own measure, below KIND, and KIND
+    times the number of the kind that it is of: what each kind is worth is learnt apart."""
 
     ids: tuple[int, ...] = ()
     strengths: tuple[int, ...] = ()
@@ -21,16 +21,6 @@ NOTHING = Proposal()
 TOKEN_BITS = 32  # of a token id in a key: one whole number takes less memory than several
 EXPECTED_STRENGTH = 8  # of the first token that is said to come
 KIND = 128
-MAX_STRENGTH = KIND - 1
-
-
-def going_on(text: list[int], source: int, count: int, length: int, max_length: int) -> Proposal:
-    """count tokens from source on; where the text ends, as if it repeated from there. Strength: how many tokens before
-    are equal, which length is for the first."""
-    ids = text[source : source + count]
-    while len(ids) < count:
-        ids += ids[: count - len(ids)]
-    return Proposal(tuple(ids), tuple([min(length + i, max_length) for i in range(count)]))
 
 
 class Proposer(Protocol):

@@ -5,11 +5,11 @@ import random
 import pytest
 
 from services.gpu_worker.speculative.acceptance import NUM_KINDS, NUM_LEVELS, Acceptance, level_of
-from services.gpu_worker.speculative.proposer import KIND, MAX_STRENGTH
+from services.gpu_worker.speculative.proposer import KIND
 
 
 def test_levels_are_in_order_and_bounded() -> None:
-    levels = [level_of(strength) for strength in range(MAX_STRENGTH + 1)]
+    levels = [level_of(strength) for strength in range(KIND)]
     assert levels[:9] == list(range(9)) and levels == sorted(levels) and max(levels) == NUM_LEVELS - 1
 
 
