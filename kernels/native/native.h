@@ -12,7 +12,7 @@
 #define TILE_ROWS 16      /* rows of a weight that lie interleaved */
 #define GROUP 32          /* columns with one scale, in weights and activations */
 #define SUPER_GROUP 256   /* columns whose scales have a scale */
-#define MAX_BLOCK_ROWS 16  /* activation rows that a product takes at once */
+#define MAX_BLOCK_ROWS 16 /* activation rows that a product takes at once */
 
 enum format { F32, F16, BF16, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q2_K, Q3_K, Q4_K, Q5_K, Q6_K };
 

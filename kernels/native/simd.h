@@ -205,7 +205,7 @@ INLINE vi vb_signed(vi a) { return _mm256_xor_si256(a, _mm256_set1_epi8((char)0x
 #include "simd_portable.h"
 #endif
 
-/* The maximum and sum of 16 lanes held in 16 / VL vectors, exact in any order. */
+/* The maximum, and the sum of integers, of 16 lanes held in 16 / VL vectors: exact in any order. */
 #define PARTS (16 / VL)
 INLINE float max16(const vf *parts) {
     vf a = parts[0];
