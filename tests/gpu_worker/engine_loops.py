@@ -23,18 +23,31 @@ class FreeRows(RowCost):
         return 1.0
 
 
+def run_together(
+    loop: EngineLoop, texts: Seq[list[int]], params: Seq[dict[str, Any]], blocks: Seq[Seq[int]], num_tokens: int
+) -> None:
+    """As `run_joining`, all from the first step on."""
+    for n in range(len(texts)):
+        _submit(loop, n, texts[n], {"max_tokens": num_tokens} | params[n], blocks[n])
+    while loop.step_once():
+        pass
+
+
 def run_joining(
     loop: EngineLoop, texts: Seq[list[int]], params: Seq[dict[str, Any]], blocks: Seq[Seq[int]], num_tokens: int
 ) -> None:
     """One joins every second step, with blocks of its own; until all have ended. num_tokens: of whom asks for no other
     number."""
     for n, (text, own, block_ids) in enumerate(zip(texts, params, blocks, strict=True)):
-        admit = make_admit(f"r{n}.0", block_ids=block_ids)
-        loop.submit(Change("run", 1, admit, make_admission(text, **({"max_tokens": num_tokens} | own))))
+        _submit(loop, n, text, {"max_tokens": num_tokens} | own, block_ids)
         loop.step_once()
         loop.step_once()
     while loop.step_once():
         pass
+
+
+def _submit(loop: EngineLoop, n: int, text: list[int], params: dict[str, Any], block_ids: Seq[int]) -> None:
+    loop.submit(Change("run", 1, make_admit(f"r{n}.0", block_ids=block_ids), make_admission(text, **params)))
 
 
 def told_of(running: RunningSet, num_sequences: int) -> list[TokenChunk]:

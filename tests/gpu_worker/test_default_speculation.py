@@ -13,13 +13,12 @@ from services.gateway.tokenization import Tokenizer
 from services.gpu_worker import __main__ as main
 from services.gpu_worker.composer import Budget
 from services.gpu_worker.engine_thread import EngineLoop
-from services.gpu_worker.running_set import Change, RunningSet
+from services.gpu_worker.running_set import RunningSet
 from services.gpu_worker.speculative.auto import AutoSpeculator
 from shared import model_source
 from shared.protocol import TokenChunk
 from shared.settings import CommonSettings, DeviceSettings, ScriptedSettings, WorkerSettings
-from shared.wire import decode_as
-from tests.gpu_worker.builders import make_admission, make_admit
+from tests.gpu_worker.engine_loops import run_together, told_of
 from tests.gpu_worker.test_default_model import model_path
 
 pytestmark = [pytest.mark.model, pytest.mark.timeout(600)]
@@ -62,14 +61,9 @@ def answers(
     running = RunningSet(engine.info, Budget(64, 64, 64), validate, drafter)
     loop = EngineLoop(engine, running, cost=cost, overlap=overlap)
     size = -(-(max(map(len, prompts)) + NUM_OUTPUT) // engine.info.block_size)
-    for n, prompt in enumerate(prompts):
-        admit = make_admit(f"r{n}.0", block_ids=range(size * n, size * (n + 1)))
-        params = {"max_tokens": NUM_OUTPUT} | controls[n % len(controls)]
-        loop.submit(Change("run", 1, admit, make_admission(prompt, **params)))
-    while loop.step_once():
-        pass
-    done = {e.sid: decode_as(TokenChunk, e.chunk) for e in running.ledger.build().entries}
-    return [done[f"r{n}.0"] for n in range(len(prompts))]
+    params = [controls[n % len(controls)] for n in range(len(prompts))]
+    run_together(loop, prompts, params, [range(size * n, size * (n + 1)) for n in range(len(prompts))], NUM_OUTPUT)
+    return told_of(running, len(prompts))
 
 
 def test_answers_are_those_without_guesses_and_some_guesses_are_right(default: main.Loaded) -> None:

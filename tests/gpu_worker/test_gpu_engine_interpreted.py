@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import importlib.util
 from collections.abc import Callable
 from functools import partial
 from itertools import accumulate
@@ -25,8 +24,6 @@ from tests.gpu_worker.tiny_models import Runner, ids_of, prompts, save
 from tests.helpers import wait_until
 from tests.interpreter import import_triton, interpret
 
-if importlib.util.find_spec("triton") is None:
-    pytest.skip("Triton is not installed", allow_module_level=True)
 import_triton()
 pytestmark = [
     pytest.mark.slow,

@@ -13,7 +13,7 @@ from services.gpu_worker.drafters import AnySpeculator, make_auto
 from services.gpu_worker.engine_thread import EngineLoop
 from services.gpu_worker.heads_loading import Heads, heads_of
 from services.gpu_worker.native_engine import NativeEngine
-from services.gpu_worker.running_set import Change, RunningSet
+from services.gpu_worker.running_set import RunningSet
 from services.gpu_worker.sampler import validate
 from services.gpu_worker.speculative import speculator
 from services.gpu_worker.speculative.acceptance import expected_of
@@ -24,10 +24,8 @@ from services.gpu_worker.speculative.speculator import Speculator
 from shared.protocol import TokenChunk
 from shared.settings import WorkerSettings
 from shared.speculative_config import HEADS, parse
-from shared.wire import decode_as
 from tests.gpu_worker.any_engine import engine_threads, load_native
-from tests.gpu_worker.builders import make_admission, make_admit
-from tests.gpu_worker.engine_loops import FreeRows
+from tests.gpu_worker.engine_loops import FreeRows, run_together, told_of
 from tests.gpu_worker.head_models import published_medusa, trained
 from tests.gpu_worker.test_default_model import model_path
 from tests.gpu_worker.tiny_models import prompts, save
@@ -117,16 +115,11 @@ def run(
     for first in range(0, len(texts), batch):
         running = RunningSet(engine.info, Budget(64, 80, 33), validate, drafter)
         loop = EngineLoop(engine, running, overlap=False, clock=lambda: 0.0)
-        some = list(enumerate(texts))[first : first + batch]
-        size = NUM_BLOCKS // batch
-        for place, (n, text) in enumerate(some):
-            admit = make_admit(f"r{n}.0", block_ids=range(size * place, size * (place + 1)))
-            params = {"max_tokens": num_output} | CONTROLS[n % len(CONTROLS)]
-            loop.submit(Change("run", 1, admit, make_admission(text, **params)))
-        while loop.step_once():
-            pass
-        done = {e.sid: decode_as(TokenChunk, e.chunk) for e in running.ledger.build().entries}
-        chunks += [done[f"r{n}.0"] for n, _ in some]
+        some, size = texts[first : first + batch], NUM_BLOCKS // batch
+        params = [CONTROLS[(first + n) % len(CONTROLS)] for n in range(len(some))]
+        blocks = [range(size * n, size * (n + 1)) for n in range(len(some))]
+        run_together(loop, some, params, blocks, num_output)
+        chunks += told_of(running, len(some))
     return chunks
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 from typing import Any, Literal
 
@@ -30,8 +29,6 @@ from tests.gpu_worker.test_cuda_graphs import Rerun
 from tests.gpu_worker.tiny_models import Runner, prompts, save
 from tests.interpreter import import_triton, interpret
 
-if importlib.util.find_spec("triton") is None:
-    pytest.skip("Triton is not installed", allow_module_level=True)
 import_triton()
 pytestmark = [
     pytest.mark.slow,
