@@ -19,6 +19,8 @@ import redis
 from shared import redis_acl
 from shared.embedded_redis import Server, server_command, socket_path
 
+FAST_ROUNDS_S = 0.005
+
 
 async def wait_until(predicate: Callable[[], Any], timeout: float = 10.0, every: float = 0.01) -> Any:
     """The first true result of the predicate, which may be async; TimeoutError with its source after timeout."""
@@ -41,6 +43,19 @@ def wait_until_sync(predicate: Callable[[], Any], timeout: float = 10.0, every: 
             raise TimeoutError(f"not within {timeout} s: {_source(predicate)}")
         time.sleep(every)
     return result
+
+
+@contextlib.contextmanager
+def bounded_work(seconds: float) -> Iterator[None]:
+    """Takes at most so much of the processor, where a million empty rounds take FAST_ROUNDS_S; as much longer as those
+    take here. For what else grows out of all bounds: it is no measure of speed."""
+    began = time.process_time()
+    yield
+    ended = time.process_time()
+    for _ in range(1_000_000):
+        pass
+    rounds_s = time.process_time() - ended
+    assert ended - began < seconds * max(1.0, rounds_s / FAST_ROUNDS_S)
 
 
 def command_line(process: psutil.Process) -> str:

@@ -1,12 +1,11 @@
 """Stop strings in text that comes in pieces, against a search of the whole text."""
 
-import time
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from services.gateway.stop_matcher import Match, StopMatcher
+from tests.helpers import bounded_work
 
 TEXT = st.text("ab\n", max_size=6)
 STOPS = st.lists(st.text("ab\n", min_size=1, max_size=5), min_size=1, max_size=4).map(tuple)
@@ -55,9 +54,8 @@ def test_stop_strings_over_pieces(stops: tuple[str, ...], pieces: list[str], exp
 
 def test_hostile_stop_strings_cost_linear_time() -> None:
     stops = tuple("a" * (256 - i) + "b" for i in range(16))
-    start = time.process_time()
-    matcher = StopMatcher(stops)
-    for _ in range(500):
-        matcher.push("a" * 10)
+    with bounded_work(2):
+        matcher = StopMatcher(stops)
+        for _ in range(500):
+            matcher.push("a" * 10)
     assert matcher.num_held == 256
-    assert time.process_time() - start < 2.0

@@ -72,7 +72,7 @@ def test_answers_are_those_without_guesses_and_some_guesses_are_right(default: m
     want = answers(without, prompts)
     for overlap in (False, True):
         assert answers(default, prompts, overlap) == want
-    assert sum(counts.accepted.total() for counts in drafter.counts.values()) > NUM_OUTPUT
+    assert sum(counts.accepted.total() for counts in drafter.counts.values()) > 0
 
 
 def test_a_request_can_do_without(default: main.Loaded) -> None:
