@@ -7,6 +7,7 @@ stays true while nothing is drafted. A sequence begins with what its worker has 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import lru_cache
 
 from services.gpu_worker.speculative.proposer import KIND
 
@@ -17,6 +18,7 @@ NEGLIGIBLE = 0.01  # chance of a draft that is not worth asking about: a row cos
 PRIOR_WEIGHT = 6.0  # what others have shown counts as so many tokens
 
 
+@lru_cache(maxsize=NUM_KINDS * KIND)
 def level_of(strength: int) -> int:
     kind, strength = divmod(strength, KIND)
     return kind * NUM_LEVELS + (strength if strength < 8 else min(NUM_LEVELS - 1, 4 + strength.bit_length()))
@@ -45,16 +47,22 @@ class Acceptance:
             self.observe(strength, was_right)
 
     def observe(self, strength: int, was_right: bool) -> None:
-        level, kept = level_of(strength), self._share_kept
+        self._observe(level_of(strength), was_right)
+
+    def _observe(self, level: int, was_right: bool) -> None:
+        kept = self._share_kept
         self._right[level] = kept * self._right[level] + was_right
         self._tried[level] = kept * self._tried[level] + 1.0
         if self._prior is not None:
-            self._prior.observe(strength, was_right)
+            self._prior._observe(level, was_right)
 
     def probability(self, strength: int) -> float:
         """That a draft of this strength is right, if those before it were."""
-        level = level_of(strength)
-        expected = self._unknown(strength) if self._prior is None else self._prior.probability(strength)
+        return self._probability(strength, level_of(strength))
+
+    def _probability(self, strength: int, level: int) -> float:
+        prior = self._prior
+        expected = self._unknown(strength) if prior is None else prior._probability(strength, level)
         return (self._right[level] + PRIOR_WEIGHT * expected) / (self._tried[level] + PRIOR_WEIGHT)
 
     def survival(self, strengths: Iterable[int]) -> list[float]:
@@ -62,7 +70,7 @@ class Acceptance:
         no chance."""
         chances, chance = [], 1.0
         for strength in strengths:
-            chance *= self.probability(strength)
+            chance *= self._probability(strength, level_of(strength))
             if chance < NEGLIGIBLE:
                 break
             chances.append(chance)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
+from operator import itemgetter
 
 from services.gpu_worker.speculative.row_cost import RowCost
 
@@ -59,17 +60,23 @@ def choose_lengths(
 
     num_sampled: tokens that the step draws without drafts; num_rows: that it computes without them. Those of prompts
     are computed anyway: a token more saves no such step, but a part of one without. num_free: drafts that fit. cost: of
-    a step of so many rows."""
-    prompts = cost(num_rows) - cost(num_sampled) if num_rows > num_sampled else 0.0
-    order = sorted(
-        ((chance, i) for i, chances in enumerate(survivals) for chance in chances), key=lambda each: -each[0]
-    )  # stable, so the drafts of a sequence stay in order
-    best, best_count, expected = WORTH * num_sampled / (cost(num_rows) - prompts), 0, float(num_sampled)
+    a step of so many rows, which is taken for no less than one of fewer."""
+    plain = cost(num_rows)
+    prompts = plain - cost(num_sampled) if num_rows > num_sampled else 0.0
+    order = [(chance, i) for i, chances in enumerate(survivals) for chance in chances]
+    if len(survivals) > 1:
+        order.sort(key=itemgetter(0), reverse=True)  # stable, so the drafts of a sequence stay in order
+    spent = plain - prompts
+    best, best_count, expected = WORTH * num_sampled / spent, 0, float(num_sampled)
+    num_left = min(num_free, len(order))
     for count, (chance, _) in enumerate(order[:num_free], start=1):
+        if expected + num_left * chance <= best * spent:  # not even if the rest cost nothing
+            break
         expected += chance
-        rate = expected / (cost(num_rows + count) - prompts)
-        if rate > best:
-            best, best_count = rate, count
+        num_left -= 1
+        spent = max(spent, cost(num_rows + count) - prompts)
+        if expected > best * spent:
+            best, best_count = expected / spent, count
     lengths = [0] * len(survivals)
     for _, i in order[:best_count]:
         lengths[i] += 1

@@ -17,7 +17,7 @@ from collections.abc import Sequence as Seq
 
 from services.gpu_worker.batch import Chunk, Drawn, Sequence
 from services.gpu_worker.speculative.acceptance import Acceptance
-from services.gpu_worker.speculative.choice import choose_in_time, choose_lengths, may_pay
+from services.gpu_worker.speculative.choice import choose_in_time, may_pay
 from services.gpu_worker.speculative.counts import Counts, Savings
 from services.gpu_worker.speculative.draft import NO_DRAFT, Draft, chain
 from services.gpu_worker.speculative.fleet import METHOD as FLEET
@@ -68,6 +68,7 @@ class Speculator:
             FLEET: Acceptance(share_kept=WORKER_SHARE_KEPT, unknown=expected_of),
         }
         self._guided: dict[str, Guided] = {}
+        self._offered: dict[str, Offer] = {}  # for the step that is prepared
         self._drafted: list[Guided] = []  # in the latest step
         self._num_steps = 0
         self._wakes_at = 0  # after so many steps somebody is asked
@@ -95,22 +96,13 @@ class Speculator:
             return {}
         started = self._clock()
         num_sampled, num_rows = sum(c.sample for c in chunks), sum(c.count for c in chunks)
-        offers = self._offers([c.seq for c in chunks], most, num_sampled, num_rows, num_free)
-        for sid, (_, chances) in offers.items():
-            self._weigh(self._guided[sid], self._alone(chances, num_sampled, num_rows, num_free))
+        self._offered = self._offers([c.seq for c in chunks], most, num_sampled, num_rows, num_free)
         self._pay(self._clock() - started)
-        return offers
+        return self._offered
 
     def _weigh(self, guided: Guided, num_expected: float) -> None:
         guided.weigh(num_expected, self._num_steps)
         self._wakes_at = min(self._wakes_at, guided.naps_until)
-
-    def _alone(self, chances: list[float], num_sampled: int, num_rows: int, num_free: int) -> float:
-        """What drafts of one sequence alone would bring."""
-        if not chances:
-            return 0.0
-        (count,) = choose_lengths([chances], num_sampled, num_rows, num_free, self._cost.relative)
-        return sum(chances[:count])
 
     def chosen(
         self, chunks: Seq[Chunk], offers: Mapping[str, Offer], num_free: int,
@@ -119,16 +111,22 @@ class Speculator:
         """Of what is offered, by sequence, what the step computes. methods: of those whose offers are another's; what
         they took, which is spent already."""
         self._drafted, self._methods = [], {}
+        own, self._offered = self._offered, {}
+        drafts = [NO_DRAFT] * len(chunks)
+        if not offers:
+            return drafts
         started = self._clock()
         survivals = [offers.get(c.seq.sid, NO_OFFER)[1] for c in chunks]
-        if not any(survivals):
-            return [NO_DRAFT] * len(chunks)
         num_sampled, num_rows = sum(c.sample for c in chunks), sum(c.count for c in chunks)
-        lengths = self._choose(survivals, num_sampled, num_rows, num_free, spent_s)
-        drafts = [NO_DRAFT] * len(chunks)
+        lengths = [0] * len(chunks)
+        if any(survivals):
+            lengths = self._choose(survivals, num_sampled, num_rows, num_free, spent_s)
         for i, (chunk, length) in enumerate(zip(chunks, lengths, strict=True)):
+            sid = chunk.seq.sid
+            if sid in own:
+                self._weigh(self._guided[sid], sum(own[sid][1][:length]))
             if length:
-                sid, guided = chunk.seq.sid, self._guide(chunk.seq)
+                guided = self._guide(chunk.seq)
                 drafts[i] = chain(offers[sid][0].ids[:length])
                 self._drafted.append(guided)
                 self._methods[sid] = methods.get(sid, guided.method)
