@@ -170,10 +170,10 @@ class AutoSpeculator:
     # --- after it ----------------------------------------------------------------------------------------------------
 
     def observe(self, chunks: Seq[Chunk], drawn: Seq[Drawn], seconds: float) -> None:
-        spent_s = self._heads.spent_s
+        spent_s, counted_s = self._heads.spent_s, self._heads.counted_s
         self._text.observe(chunks, drawn, seconds - spent_s)
         if spent_s and self._heads.pays:
-            self._worth.note(self._circumstances, self._num_steps, seconds, self._text.saved_s - spent_s)
+            self._worth.note(self._circumstances, self._num_steps, seconds, self._text.saved_s - counted_s)
             self._is_resting = not self._worth.may(self._circumstances, self._num_steps)
         self._num_steps += 1
         self._heads.learn(chunks, drawn)

@@ -37,6 +37,7 @@ MAX_FAILURES = 3  # one after the other: nothing is guessed for REST_S, and afte
 REST_S = 10.0
 LONGEST_REST_S = 3600.0
 MOST_IN_FLIGHT = 2  # steps
+HELD_UP = 8.0  # times what guessing was expected to take, which it takes only if something else holds it up
 
 
 @dataclass(slots=True)
@@ -65,6 +66,7 @@ class ModelSpeculator:
         self._savings = Savings(self._cost)
         self.pays = True  # when it was last asked; before, it may
         self.spent_s = 0.0  # before the latest step
+        self.counted_s = 0.0  # of it, without what else has held up guessing
         self._config = config
         self._proposer = proposer
         self._clock = clock
@@ -122,7 +124,8 @@ class ModelSpeculator:
     def plan_nothing(self) -> None:
         """No step is in flight."""
         self._forget_left()
-        self.spent_s, self._asked = 0.0, []
+        self.spent_s = self.counted_s = 0.0
+        self._asked = []
 
     def expects(self, sequences: Seq[Sequence], most: Seq[int], num_free: int) -> bool:
         return any(self._counts(sequences, most, len(sequences), len(sequences), num_free))
@@ -186,6 +189,7 @@ class ModelSpeculator:
         if not self._asked:
             return
         sequences, counts = [followed.seq for followed, _ in self._asked], [count for _, count in self._asked]
+        most_s = self._most_seconds(sequences, counts)
         started = self._clock()
         try:
             proposals = self._proposer.propose(sequences, counts, self._num_catch_up())
@@ -194,9 +198,16 @@ class ModelSpeculator:
             proposals = [NOTHING] * len(sequences)
             self._proposer_failed()
         self.spent_s = self._clock() - started
-        self.purse.pay(self.spent_s)
+        self.counted_s = min(self.spent_s, most_s)
+        self.purse.pay(self.counted_s)
         for (followed, _), proposal in zip(self._asked, proposals, strict=True):
             followed.proposal = proposal
+
+    def _most_seconds(self, sequences: Seq[Sequence], counts: Seq[int]) -> float:
+        """That guessing takes by itself."""
+        num_behind = sum(max(0, self._proposer.num_behind(seq) - 1) for seq in sequences)
+        catch_up_s = self._proposer.catch_up_seconds(min(num_behind, MAX_CATCH_UP_TOKENS)) if num_behind else 0.0
+        return HELD_UP * (self._proposer.seconds(len(sequences), max(counts)) + catch_up_s) or float("inf")
 
     def _proposer_failed(self) -> None:
         self._num_failures += 1
@@ -253,7 +264,7 @@ class ModelSpeculator:
         """How often guesses were right. Of each step once: what was guessed before it is no longer of any. Steps may
         follow for which nobody plans, so who has left is forgotten here too."""
         self._num_steps += 1
-        self.spent_s = 0.0
+        self.spent_s = self.counted_s = 0.0
         self._forget_left(MOST_IN_FLIGHT)
         if not self._asked:
             return
@@ -273,7 +284,7 @@ class ModelSpeculator:
             if num_rows == len(chunks) and not self.spent_s and step_s > 0.0:
                 self._savings.plain(num_rows, step_s)
         self.purse.step(seconds, saved)
-        return saved - self.spent_s
+        return saved - self.counted_s
 
     def _learn(self, followed: _Followed, drawn: Drawn) -> None:
         proposal, followed.proposal = followed.proposal, NOTHING

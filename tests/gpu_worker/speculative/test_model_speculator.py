@@ -12,7 +12,13 @@ import pytest
 
 from services.gpu_worker.batch import Chunk, SampledToken, Sequence
 from services.gpu_worker.speculative import model_speculator
-from services.gpu_worker.speculative.model_speculator import LONGEST_REST_S, MAX_FAILURES, REST_S, ModelSpeculator
+from services.gpu_worker.speculative.model_speculator import (
+    HELD_UP,
+    LONGEST_REST_S,
+    MAX_FAILURES,
+    REST_S,
+    ModelSpeculator,
+)
 from services.gpu_worker.speculative.proposer import NOTHING, Proposal
 from services.gpu_worker.speculative.row_cost import RowCost
 from services.gpu_worker.speculative.speculator import HELD_TOKENS
@@ -307,6 +313,22 @@ def test_what_guessing_took_counts_in_its_own_step_alone() -> None:
     simulation.speculator.draft([chunk], [0], 9)
     simulation.speculator.observe([chunk], [(SampledToken(1),)], step_s(1))
     assert simulation.speculator.counts[CONFIG.method].saved_s == saved_s
+
+
+def test_what_held_up_guessing_is_no_cost_of_it() -> None:
+    """A core that somebody else had meanwhile: one second would forbid guesses for thousands of steps."""
+    simulation = Simulation(Guesses(chances=(1.0, 1.0)))
+    seq = make_sequence()
+    simulation.guesses.answers[id(seq)] = list(range(100))
+    chunk = Chunk(seq, 19, 1, True)
+    (count,) = simulation.speculator.plan([chunk], [8], 64)
+    before_s, clock = simulation.speculator.purse.balance_s, iter([0.0, 1.0])
+    simulation.speculator._clock = lambda: next(clock)
+    num_behind = simulation.guesses.num_behind(seq) - 1
+    simulation.speculator.think()
+    took_s = count * simulation.guesses.round_s + num_behind * simulation.guesses.token_s
+    assert simulation.speculator.spent_s == 1.0
+    assert before_s - simulation.speculator.purse.balance_s == pytest.approx(HELD_UP * took_s)
 
 
 def test_what_is_guessed_and_not_drafted_is_learnt_from(monkeypatch: pytest.MonkeyPatch) -> None:
