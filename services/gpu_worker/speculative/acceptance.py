@@ -11,7 +11,7 @@ from functools import lru_cache
 
 from services.gpu_worker.speculative.proposer import KIND
 
-NUM_KINDS = 4  # of strengths
+NUM_KINDS = 5  # of strengths
 NUM_LEVELS = 12  # of each: 0 to 7 one by one, then doubling
 SHARE_KEPT = 0.95  # of what was counted, when one more is
 NEGLIGIBLE = 0.01  # chance of a draft that is not worth asking about: a row costs more than that of any step

@@ -32,8 +32,10 @@ MAX_LENGTH = 64  # of a match, as far as it is counted
 WORTH_RESUMING = 4  # shorter matches are chance
 FORM_TOKENS = 16  # behind the place where a form was left, that are looked through
 SURER_THAN_FORM = 3  # tokens of a match
-NEW, FORESEEN, LEFT, CHANGED = 0, KIND, 2 * KIND, 3 * KIND  # LEFT: at which a match of SURER_THAN_FORM was left
+# LEFT: at which a match of SURER_THAN_FORM was left. COUNTED: one more than where it is copied from.
+NEW, FORESEEN, LEFT, CHANGED, COUNTED = (number * KIND for number in range(5))
 SURE_CHANGE = 2  # times in a row
+MOST_COUNTED = COUNTED + MAX_LENGTH  # times in a row
 NO_CHANGE = (-1, 0)
 
 
@@ -54,6 +56,8 @@ class SuffixProposer:
         self._ends: tuple[dict[int, int], ...] = tuple({} for _ in SIZES)
         self._source = -1  # what may come next stands there, after `_length` equal tokens; -1: nowhere
         self._length = 0
+        self._largest = -1  # token id of the text: all below are tokens too
+        self._counts = False  # up, where it did before: if not, that is copied
         self._form = -1  # behind the token at which a long match was left
         self._changes: dict[int, tuple[int, int]] = {}  # what came instead of a token: where last, and how often
 
@@ -63,16 +67,20 @@ class SuffixProposer:
     def follow(self, ids: Seq[int]) -> list[Guessed]:
         """One loop over local names: it runs for every token of every text."""
         text, kinds, changes, key = self._text, self._kinds, self._changes, self._key
-        source, length = self._source, self._length
+        source, length, largest, counts = self._source, self._length, self._largest, self._counts
         (longest, middle, shortest), (mask, middle_mask, shortest_mask) = self._ends, KEY_MASKS
         at, guessed = len(text), []
         for token_id in ids:
             is_same, kind, instead = False, NEW, -1
             if source >= 0:
-                expected = text[source]
+                expected, strength = text[source], kinds[source] + length
                 is_same = is_right = expected == token_id
-                strength = kinds[source] + length
-                if length and expected in changes:
+                if (counted := kinds[source]) > COUNTED:
+                    is_next = expected + 1 == token_id
+                    is_right, strength = (is_next, counted) if counts else (is_same, FORESEEN + length)
+                    if is_same or is_next:
+                        is_same, counts = True, is_next
+                elif length and expected in changes:
                     place, times = changes[expected]
                     was_changed = text[place] == token_id
                     if times >= SURE_CHANGE:
@@ -88,9 +96,14 @@ class SuffixProposer:
                 elif length and not is_same:
                     changes[expected] = at, 1
                 guessed.append((strength, is_right))
-                kind = FORESEEN if is_right else LEFT if length >= SURER_THAN_FORM else NEW
+                if length and expected + 1 == token_id < largest:
+                    kind, counts = min(max(COUNTED, counted) + 1, MOST_COUNTED), True
+                else:
+                    kind = FORESEEN if is_right else LEFT if length >= SURER_THAN_FORM else NEW
             text.append(token_id)
             kinds.append(kind)
+            if token_id > largest:
+                largest = token_id
             at += 1
             key = (key << TOKEN_BITS | token_id) & mask
             middle_key, shortest_key = key & middle_mask, key & shortest_mask
@@ -111,7 +124,7 @@ class SuffixProposer:
             if at > 1:
                 middle[middle_key] = at
             shortest[shortest_key] = at
-        self._key, self._source, self._length = key, source, length
+        self._key, self._source, self._length, self._largest, self._counts = key, source, length, largest, counts
         return guessed
 
     def _moved(self, found: int, source: int, length: int) -> tuple[int, int]:
@@ -156,7 +169,11 @@ class SuffixProposer:
                 source = self._source
             token_id, strength = text[source], kinds[source] + min(length, MAX_LENGTH)
             place, times = changes.get(token_id, NO_CHANGE)
-            if times >= SURE_CHANGE and length:
+            if (counted := kinds[source]) > COUNTED:
+                token_id, strength = (
+                    (token_id + 1, counted) if self._counts else (token_id, FORESEEN + min(length, MAX_LENGTH))
+                )
+            elif times >= SURE_CHANGE and length:
                 source, token_id, strength = place, text[place], CHANGED + times
             ids.append(token_id)
             strengths.append(strength)

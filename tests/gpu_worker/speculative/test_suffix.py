@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from services.gpu_worker.speculative.proposer import KIND, Proposal
 from services.gpu_worker.speculative.suffix import (
     CHANGED,
+    COUNTED,
     FORESEEN,
     LEFT,
     MAX_LENGTH,
@@ -67,28 +68,60 @@ def test_a_copy_is_followed_to_its_end() -> None:
 def test_how_a_token_came_is_told() -> None:
     """The first record is new, and what is equal in the second was foreseen there; its value, at which a match was
     left, is another in the third, too."""
-    got = after(b"<name: A>\n<name: B>\n<name", 6)
-    assert (got.ids, kinds_of(got)) == (tuple(b": B>\n<"), [FORESEEN] * 2 + [LEFT] + [FORESEEN] * 3)
+    got = after(b"<name: A>\n<name: K>\n<name", 6)
+    assert (got.ids, kinds_of(got)) == (tuple(b": K>\n<"), [FORESEEN] * 2 + [LEFT] + [FORESEEN] * 3)
     assert kinds_of(after(b"abcdefabc")) == [NEW] * 4
 
 
 def test_a_change_that_repeats_is_proposed_and_what_followed_it_last() -> None:
-    prompt = b"Anna (1) Paul (2) Lisa (3) Olga (4)."
-    answer = b"Anna,1;Paul,2;Li"
+    prompt = b"Anna (1) Paul (7) Lisa (3) Olga (5)."
+    answer = b"Anna,1;Paul,7;Li"
     got = after(prompt + answer, 6)
-    assert (got.ids, kinds_of(got)[2]) == (tuple(b"sa,2;L"), CHANGED)  # " " became "," twice
+    assert (got.ids, kinds_of(got)[2]) == (tuple(b"sa,7;L"), CHANGED)  # " " became "," twice
     once = after(prompt + b"Anna,1;Pa")
     assert once.ids == tuple(b"ul (")  # which is no rule yet
     broken = after(prompt + b"Anna,1;Paul,2;Lisa (3) Ol")
     assert broken.ids == tuple(b"ga (")  # nor any more
 
 
+def test_numbers_count_up() -> None:
+    """After a number that was one more than that before it, the next one, and what followed."""
+    got = after(b"1. red\n2. green\n3. blue\n", 3)
+    assert bytes(got.ids) == b"4. " and kinds_of(got)[0] == COUNTED and got.strengths[0] % KIND == 1
+    got = after(b"a1z;a2y;a3x;a4w;a", 2)
+    assert bytes(got.ids) == b"5w" and got.strengths[0] == COUNTED + 3
+    assert bytes(after(b"a1z;a2y;a2x;a", 2).ids) == b"2x"  # which it no longer does
+
+
+def test_a_list_that_is_copied_is_not_counted_on() -> None:
+    """Which the first number tells that had been counted."""
+    proposer = SuffixProposer()
+    proposer.follow(b"1: A end\n2: K end\n3: D end\n4: T end\n|1: A end\n2: K end\n3")
+    assert bytes(proposer.propose(9).ids) == b": D end\n4"
+
+
+def test_counting_is_learnt_as_a_guess_and_goes_on_behind_it() -> None:
+    proposer = SuffixProposer()
+    proposer.follow(b"n: 1, is x;n: 2, is y;n: ")
+    assert proposer.follow(b"3")[0] == (COUNTED + 1, True)
+    assert bytes(proposer.propose(5).ids) == b", is "
+    proposer.follow(b", is z;n: ")
+    assert proposer.follow(b"3")[0] == (COUNTED + 2, False)
+    assert bytes(proposer.propose(5).ids) == b", is "
+
+
+@given(st.lists(st.integers(0, 5), max_size=60))
+def test_no_token_is_proposed_beyond_those_that_were_seen(text: list[int]) -> None:
+    """It need not be one."""
+    assert max(after(text).ids, default=-1) <= max(text, default=-1)
+
+
 def test_a_change_goes_on_where_it_led_before() -> None:
     """Though what was drawn behind the value is found nowhere with the value before it."""
     proposer = SuffixProposer()
-    proposer.follow(b"Anna (1) Paul (2) Lisa (3) Olga (4).Anna,1;Paul,2;")
+    proposer.follow(b"Anna (1) Paul (7) Lisa (3) Olga (5).Anna,1;Paul,7;")
     assert proposer.follow(b"Lisa,")[-1] == (CHANGED + 2, True)
-    assert proposer.propose(1).ids == (ord("2"),)
+    assert proposer.propose(1).ids == (ord("7"),)
 
 
 def test_places_that_were_foreseen_are_trusted_more_before_anything_is_known() -> None:
@@ -100,13 +133,14 @@ def test_places_that_were_foreseen_are_trusted_more_before_anything_is_known() -
 
 @given(st.lists(st.integers(0, 3), max_size=60))
 def test_a_match_is_one(text: list[int]) -> None:
-    """Whatever is proposed with a strength followed so many equal tokens somewhere; but for what is so by a change."""
+    """Whatever is proposed with a strength followed so many equal tokens, but for what is changed or counted."""
     proposer, is_changed = SuffixProposer(), False
     for token_id in text:
         proposer.follow((token_id,))
         is_changed = is_changed or any(times >= SURE_CHANGE for _, times in proposer._changes.values())
     got = proposer.propose(1)
-    if got.ids and got.strengths[0] % KIND and not is_changed:
+    is_counted = any(kind > COUNTED for kind in proposer._kinds)
+    if got.ids and got.strengths[0] % KIND and not is_changed and not is_counted:
         strength = got.strengths[0] % KIND
         tail = text[-strength:]
         ends = [e for e in range(strength, len(text)) if text[e - strength : e] == tail]
