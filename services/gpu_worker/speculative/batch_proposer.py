@@ -9,6 +9,8 @@ from typing import Protocol, runtime_checkable
 from services.gpu_worker.batch import Sequence
 from services.gpu_worker.speculative.proposer import Proposal
 
+HELD_UP = 8.0  # times what guessing was expected to take
+
 
 @runtime_checkable
 class BatchProposer(Protocol):
@@ -47,3 +49,10 @@ class RowReader(BatchProposer, Protocol):
 
     wants: Callable[[Sequence], bool]
     wants_any: Callable[[], bool]
+
+
+def most_seconds(proposer: BatchProposer, sequences: Seq[Sequence], counts: Seq[int], num_tokens: int) -> float:
+    """That guessing takes unless something else holds it up; num_tokens: that it catches up with at most."""
+    num_behind = sum(max(0, proposer.num_behind(seq) - 1) for seq in sequences)
+    catch_up_s = proposer.catch_up_seconds(min(num_behind, num_tokens)) if num_behind else 0.0
+    return HELD_UP * (proposer.seconds(len(sequences), max(counts)) + catch_up_s) or float("inf")

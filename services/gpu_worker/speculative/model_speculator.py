@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from services.gpu_worker.batch import Chunk, Drawn, Sequence
 from services.gpu_worker.speculative.acceptance import Acceptance
-from services.gpu_worker.speculative.batch_proposer import BatchProposer
+from services.gpu_worker.speculative.batch_proposer import BatchProposer, most_seconds
 from services.gpu_worker.speculative.choice import MAX_SHARE, WORTH, choose_in_time
 from services.gpu_worker.speculative.counts import Counts, Savings
 from services.gpu_worker.speculative.draft import Draft, chain
@@ -37,7 +37,6 @@ MAX_FAILURES = 3  # one after the other: nothing is guessed for REST_S, and afte
 REST_S = 10.0
 LONGEST_REST_S = 3600.0
 MOST_IN_FLIGHT = 2  # steps
-HELD_UP = 8.0  # times what guessing was expected to take, which it takes only if something else holds it up
 
 
 @dataclass(slots=True)
@@ -189,7 +188,7 @@ class ModelSpeculator:
         if not self._asked:
             return
         sequences, counts = [followed.seq for followed, _ in self._asked], [count for _, count in self._asked]
-        most_s = self._most_seconds(sequences, counts)
+        most_s = most_seconds(self._proposer, sequences, counts, MAX_CATCH_UP_TOKENS)
         started = self._clock()
         try:
             proposals = self._proposer.propose(sequences, counts, self._num_catch_up())
@@ -202,12 +201,6 @@ class ModelSpeculator:
         self.purse.pay(self.counted_s)
         for (followed, _), proposal in zip(self._asked, proposals, strict=True):
             followed.proposal = proposal
-
-    def _most_seconds(self, sequences: Seq[Sequence], counts: Seq[int]) -> float:
-        """That guessing takes by itself."""
-        num_behind = sum(max(0, self._proposer.num_behind(seq) - 1) for seq in sequences)
-        catch_up_s = self._proposer.catch_up_seconds(min(num_behind, MAX_CATCH_UP_TOKENS)) if num_behind else 0.0
-        return HELD_UP * (self._proposer.seconds(len(sequences), max(counts)) + catch_up_s) or float("inf")
 
     def _proposer_failed(self) -> None:
         self._num_failures += 1

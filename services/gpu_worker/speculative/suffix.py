@@ -81,18 +81,9 @@ class SuffixProposer:
                     if is_same or is_next:
                         is_same, counts = True, is_next
                 elif length and expected in changes:
-                    place, times = changes[expected]
-                    was_changed = text[place] == token_id
+                    times, was_changed, instead = self._change_again(expected, token_id, at)
                     if times >= SURE_CHANGE:
                         is_right, strength = was_changed, CHANGED + times
-                    if is_same:
-                        del changes[expected]
-                    elif was_changed:
-                        times = min(times + 1, MAX_LENGTH)
-                        instead = place if times >= SURE_CHANGE else -1
-                        changes[expected] = at, times
-                    else:
-                        changes[expected] = at, 1
                 elif length and not is_same:
                     changes[expected] = at, 1
                 guessed.append((strength, is_right))
@@ -126,6 +117,17 @@ class SuffixProposer:
             shortest[shortest_key] = at
         self._key, self._source, self._length, self._largest, self._counts = key, source, length, largest, counts
         return guessed
+
+    def _change_again(self, expected: int, token_id: int, at: int) -> tuple[int, bool, int]:
+        """Notes what came, at this place, where another had come before instead of the expected one: how often in a row
+        that had been so, whether it is again, and where it was last if that is sure; else -1."""
+        place, times = self._changes[expected]
+        was_changed = self._text[place] == token_id
+        if expected == token_id:
+            del self._changes[expected]
+        else:
+            self._changes[expected] = at, min(times + 1, MAX_LENGTH) if was_changed else 1
+        return times, was_changed, place if was_changed and times + 1 >= SURE_CHANGE else -1
 
     def _moved(self, found: int, source: int, length: int) -> tuple[int, int]:
         """Where the text may go on, after a token that was not expected. found: where its last tokens ended before;

@@ -12,13 +12,8 @@ import pytest
 
 from services.gpu_worker.batch import Chunk, SampledToken, Sequence
 from services.gpu_worker.speculative import model_speculator
-from services.gpu_worker.speculative.model_speculator import (
-    HELD_UP,
-    LONGEST_REST_S,
-    MAX_FAILURES,
-    REST_S,
-    ModelSpeculator,
-)
+from services.gpu_worker.speculative.batch_proposer import HELD_UP
+from services.gpu_worker.speculative.model_speculator import LONGEST_REST_S, MAX_FAILURES, REST_S, ModelSpeculator
 from services.gpu_worker.speculative.proposer import NOTHING, Proposal
 from services.gpu_worker.speculative.row_cost import RowCost
 from services.gpu_worker.speculative.speculator import HELD_TOKENS
