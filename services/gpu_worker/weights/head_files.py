@@ -89,7 +89,7 @@ class HeadFiles:
         """Of all matrices that are left, on a GPU that computes in dtype."""
         total = 0
         for name, tensor in self._tensors.items():
-            if len(tensor.shape) == 2:
+            if len(tensor.shape) == 2 and tensor.shape[0]:
                 rows = min(tensor.shape[0], FEW_ROWS)
                 total += prepare(_stored(name, tensor, rows), dtype, "cpu").num_bytes * tensor.shape[0] // rows
         return total

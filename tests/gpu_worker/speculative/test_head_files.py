@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from services.gpu_worker.model.config import ModelConfig
 from services.gpu_worker.native_engine import NativeEngine
 from services.gpu_worker.speculative.native_eagle import NativeEagle, Wanted, load_eagle
+from services.gpu_worker.weights.head_files import HeadFiles
 from services.gpu_worker.weights.source import WeightsError
 from tests.gpu_worker.head_models import DRAFT_VOCAB_SIZE, load_tiny, published, read_rows
 from tests.gpu_worker.tiny_models import Runner, prompts
@@ -135,6 +136,16 @@ def test_tensors_that_do_not_fit_are_refused_by_name(
 ) -> None:
     change(folder, edit)
     with pytest.raises(WeightsError, match=named):
+        load_eagle(folder, "eagle3", engine.config, engine.decoder.weights)
+
+
+def test_a_tensor_without_rows_is_refused_by_name_and_counts_as_nothing_before(
+    engine: NativeEngine, folder: Path
+) -> None:
+    """A card plans by what tensors take, before any is looked at."""
+    change(folder, lambda t: t.update({"fc.weight": torch.zeros(0, 192)}))
+    assert HeadFiles(folder).device_bytes(torch.float16) > 0
+    with pytest.raises(WeightsError, match="fc.weight"):
         load_eagle(folder, "eagle3", engine.config, engine.decoder.weights)
 
 
