@@ -173,6 +173,7 @@ class AutoSpeculator:
         spent_s, counted_s = self._heads.spent_s, self._heads.counted_s
         self._text.observe(chunks, drawn, seconds - spent_s)
         if spent_s and self._heads.pays:
+            seconds -= spent_s - counted_s
             self._worth.note(self._circumstances, self._num_steps, seconds, self._text.saved_s - counted_s)
             self._is_resting = not self._worth.may(self._circumstances, self._num_steps)
         self._num_steps += 1

@@ -123,8 +123,7 @@ class ModelSpeculator:
     def plan_nothing(self) -> None:
         """No step is in flight."""
         self._forget_left()
-        self.spent_s = self.counted_s = 0.0
-        self._asked = []
+        self.spent_s, self.counted_s, self._asked = 0.0, 0.0, []
 
     def expects(self, sequences: Seq[Sequence], most: Seq[int], num_free: int) -> bool:
         return any(self._counts(sequences, most, len(sequences), len(sequences), num_free))
@@ -188,10 +187,11 @@ class ModelSpeculator:
         if not self._asked:
             return
         sequences, counts = [followed.seq for followed, _ in self._asked], [count for _, count in self._asked]
-        most_s = most_seconds(self._proposer, sequences, counts, MAX_CATCH_UP_TOKENS)
-        started = self._clock()
+        most_s, started = float("inf"), self._clock()
         try:
-            proposals = self._proposer.propose(sequences, counts, self._num_catch_up())
+            num_tokens = self._num_catch_up()
+            most_s = most_seconds(self._proposer, sequences, counts, num_tokens)
+            proposals = self._proposer.propose(sequences, counts, num_tokens)
             self._num_failures, self._rest_s = 0, REST_S
         except Exception:
             proposals = [NOTHING] * len(sequences)

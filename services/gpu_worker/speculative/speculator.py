@@ -17,7 +17,7 @@ from collections.abc import Sequence as Seq
 
 from services.gpu_worker.batch import Chunk, Drawn, Sequence
 from services.gpu_worker.speculative.acceptance import Acceptance
-from services.gpu_worker.speculative.choice import choose_in_time, may_pay
+from services.gpu_worker.speculative.choice import choose_in_time, choose_lengths, may_pay
 from services.gpu_worker.speculative.counts import Counts, Savings
 from services.gpu_worker.speculative.draft import NO_DRAFT, Draft, chain
 from services.gpu_worker.speculative.fleet import METHOD as FLEET
@@ -92,6 +92,7 @@ class Speculator:
 
     def offers(self, chunks: Seq[Chunk], most: Seq[int], num_free: int) -> dict[str, Offer]:
         """By the ids of those who are asked."""
+        self._offered = {}
         if self._num_steps < self._wakes_at or not any(most):
             return {}
         started = self._clock()
@@ -103,6 +104,10 @@ class Speculator:
     def _weigh(self, guided: Guided, num_expected: float) -> None:
         guided.weigh(num_expected, self._num_steps)
         self._wakes_at = min(self._wakes_at, guided.naps_until)
+
+    def _alone(self, chances: list[float], num_sampled: int, num_rows: int, num_free: int) -> int:
+        """Drafts of one sequence if no other had some: what others take says nothing of what its own are worth."""
+        return choose_lengths([chances], num_sampled, num_rows, num_free, self._cost.relative)[0] if chances else 0
 
     def chosen(
         self, chunks: Seq[Chunk], offers: Mapping[str, Offer], num_free: int,
@@ -124,7 +129,9 @@ class Speculator:
         for i, (chunk, length) in enumerate(zip(chunks, lengths, strict=True)):
             sid = chunk.seq.sid
             if sid in own:
-                self._weigh(self._guided[sid], sum(own[sid][1][:length]))
+                is_alone = len(chunks) == 1 and offers.get(sid) is own[sid] and not spent_s
+                count = length if is_alone else self._alone(own[sid][1], num_sampled, num_rows, num_free)
+                self._weigh(self._guided[sid], sum(own[sid][1][:count]))
             if length:
                 guided = self._guide(chunk.seq)
                 drafts[i] = chain(offers[sid][0].ids[:length])

@@ -6,7 +6,9 @@ are new each time: so, as long as no longer match is found, the next tokens ther
 And if nothing is found, the text may go on one token after the place where it differed, as copies with changes do.
 
 Changes repeat. Where the same token came instead of another twice in a row, it is proposed in its place, and then what
-followed it the last time: so ends the value of a form that was copied from where something else follows.
+followed it the last time: so ends the value of a form that was copied from where something else follows. And where a
+token came whose id is one above that of the token expected there, as digits' are in most vocabularies, the next one is
+proposed in its turn, unless such a place was copied last: lists and records that are numbered.
 
 How a token came where the match is says as much as how long that is: one that was foreseen there will be here too, and
 one at which a match was left is left again. So these are told apart, as kinds of strength.
@@ -56,8 +58,8 @@ class SuffixProposer:
         self._ends: tuple[dict[int, int], ...] = tuple({} for _ in SIZES)
         self._source = -1  # what may come next stands there, after `_length` equal tokens; -1: nowhere
         self._length = 0
-        self._largest = -1  # token id of the text: all below are tokens too
-        self._counts = False  # up, where it did before: if not, that is copied
+        self._largest = -1  # token id of the text: none above is proposed, since it may be none
+        self._counts_up = False  # where it did before; if not, those places are copied
         self._form = -1  # behind the token at which a long match was left
         self._changes: dict[int, tuple[int, int]] = {}  # what came instead of a token: where last, and how often
 
@@ -67,7 +69,7 @@ class SuffixProposer:
     def follow(self, ids: Seq[int]) -> list[Guessed]:
         """One loop over local names: it runs for every token of every text."""
         text, kinds, changes, key = self._text, self._kinds, self._changes, self._key
-        source, length, largest, counts = self._source, self._length, self._largest, self._counts
+        source, length, largest, counts = self._source, self._length, self._largest, self._counts_up
         (longest, middle, shortest), (mask, middle_mask, shortest_mask) = self._ends, KEY_MASKS
         at, guessed = len(text), []
         for token_id in ids:
@@ -115,7 +117,7 @@ class SuffixProposer:
             if at > 1:
                 middle[middle_key] = at
             shortest[shortest_key] = at
-        self._key, self._source, self._length, self._largest, self._counts = key, source, length, largest, counts
+        self._key, self._source, self._length, self._largest, self._counts_up = key, source, length, largest, counts
         return guessed
 
     def _change_again(self, expected: int, token_id: int, at: int) -> tuple[int, bool, int]:
@@ -158,7 +160,7 @@ class SuffixProposer:
         return length
 
     def expect(self, count: int) -> None:
-        self._source, self._length = len(self._text) - count, EXPECTED_STRENGTH
+        self._source, self._length, self._counts_up = len(self._text) - count, EXPECTED_STRENGTH, False
 
     def propose(self, most: int) -> Proposal:
         """Where the text ends it goes on as if it repeated from there."""
@@ -173,7 +175,7 @@ class SuffixProposer:
             place, times = changes.get(token_id, NO_CHANGE)
             if (counted := kinds[source]) > COUNTED:
                 token_id, strength = (
-                    (token_id + 1, counted) if self._counts else (token_id, FORESEEN + min(length, MAX_LENGTH))
+                    (token_id + 1, counted) if self._counts_up else (token_id, FORESEEN + min(length, MAX_LENGTH))
                 )
             elif times >= SURE_CHANGE and length:
                 source, token_id, strength = place, text[place], CHANGED + times

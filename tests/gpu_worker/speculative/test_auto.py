@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from collections.abc import Sequence as Seq
 from dataclasses import replace
 
 import pytest
@@ -12,6 +13,7 @@ from services.gpu_worker.batch import Chunk, SampledToken, Sequence
 from services.gpu_worker.speculative.auto import AutoSpeculator
 from services.gpu_worker.speculative.draft import NO_DRAFT
 from services.gpu_worker.speculative.model_speculator import ModelSpeculator
+from services.gpu_worker.speculative.proposer import Proposal
 from services.gpu_worker.speculative.purse import Purse
 from services.gpu_worker.speculative.row_cost import RowCost
 from services.gpu_worker.speculative.speculator import HELD_TOKENS, Speculator
@@ -122,6 +124,24 @@ def test_heads_that_pay_less_than_they_are_expected_to_rest() -> None:
     simulation, rng = Simulation(guesses), random.Random(5)
     simulation.run([words(rng, 50)], [words(rng, 1000)])
     assert simulation.run([words(rng, 50)], [words(rng, 2000)]) > 0.97
+
+
+def test_heads_that_something_held_up_once_go_on() -> None:
+    """For a hundred seconds, in which nothing was gained; but neither did they take them."""
+
+    class HeldUp(Guesses):
+        def propose(self, sequences: Seq[Sequence], most: Seq[int], num_tokens: int) -> list[Proposal]:
+            if len(self.asked) == 150:
+                self.now_s += 100.0
+            return super().propose(sequences, most, num_tokens)
+
+    simulation, rng = Simulation(HeldUp()), random.Random(2)
+    simulation.run([words(rng, 200)], [words(rng, 800)])
+    undisturbed, rng = Simulation(Guesses()), random.Random(2)
+    undisturbed.run([words(rng, 200)], [words(rng, 800)])
+    assert simulation.num_steps < 1.1 * undisturbed.num_steps
+    saved_s = [each.auto._heads.counts["eagle3"].saved_s for each in (simulation, undisturbed)]
+    assert saved_s[0] > 0.8 * saved_s[1]
 
 
 def test_heads_are_tried_again_where_steps_overlap_too() -> None:

@@ -17,6 +17,9 @@ def linear(fixed: float) -> Callable[[int], float]:
 chances = st.lists(st.floats(0, 1), max_size=3).map(lambda own: [_product(own[: i + 1]) for i in range(len(own))])
 
 
+rises = st.sampled_from((0.0, 0.0, 0.2, 1.0, 5.0))  # of a step's cost, by a row more
+
+
 def _product(values: list[float]) -> float:
     result = 1.0
     for value in values:
@@ -24,11 +27,15 @@ def _product(values: list[float]) -> float:
     return result
 
 
-@given(st.lists(chances, min_size=1, max_size=4), st.floats(0.0, 20.0), st.integers(0, 12))
+@given(st.lists(chances, min_size=1, max_size=4), st.floats(0.1, 20.0), st.lists(rises, min_size=16, max_size=16),
+       st.integers(0, 12))  # fmt: skip
 def test_nothing_else_would_make_more_tokens_a_second(
-    survivals: list[list[float]], fixed: float, num_free: int
+    survivals: list[list[float]], fixed: float, rises: list[float], num_free: int
 ) -> None:
-    cost, count = linear(fixed), len(survivals)
+    count = len(survivals)
+
+    def cost(num_rows: int) -> float:
+        return fixed + sum(rises[:num_rows])
 
     def rate(lengths: tuple[int, ...]) -> float:
         expected = count + sum(sum(own[:n]) for own, n in zip(survivals, lengths, strict=True))
@@ -45,6 +52,17 @@ def test_free_rows_take_every_draft_and_dear_ones_none() -> None:
     own = [[0.5, 0.25], [0.1]]
     assert choose_lengths(own, 2, 2, 100, lambda rows: 1.0) == [2, 1]
     assert choose_lengths(own, 2, 2, 100, lambda rows: float(rows)) == [0, 0]
+
+
+def test_a_step_of_more_rows_is_not_taken_for_cheaper() -> None:
+    """As measured costs say by chance."""
+    costs = {1: 2.0, 2: 3.2, 3: 1.0, 4: 5.0}
+    assert choose_lengths([[0.4, 0.2, 0.2]], 1, 1, 9, costs.__getitem__) == [0]
+
+
+def test_drafts_that_pay_together_alone_are_found() -> None:
+    """One would not, nor would two."""
+    assert choose_lengths([[0.5] * 6], 1, 1, 9, lambda rows: 1.0 if rows == 1 else 3.0) == [6]
 
 
 def test_a_step_that_jumps_in_cost_is_filled_or_left() -> None:

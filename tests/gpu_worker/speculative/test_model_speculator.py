@@ -324,6 +324,8 @@ def test_what_held_up_guessing_is_no_cost_of_it() -> None:
     took_s = count * simulation.guesses.round_s + num_behind * simulation.guesses.token_s
     assert simulation.speculator.spent_s == 1.0
     assert before_s - simulation.speculator.purse.balance_s == pytest.approx(HELD_UP * took_s)
+    simulation.speculator.observe([chunk], [(SampledToken(0),)], 1.0 + step_s(1))
+    assert simulation.speculator.counts[CONFIG.method].saved_s == pytest.approx(-HELD_UP * took_s)
 
 
 def test_what_is_guessed_and_not_drafted_is_learnt_from(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,8 +14,9 @@ from services.gpu_worker.batch import Chunk, SampledToken, Sequence
 from services.gpu_worker.speculative import guided
 from services.gpu_worker.speculative import speculator as speculator_module
 from services.gpu_worker.speculative.draft import NO_DRAFT, chain
+from services.gpu_worker.speculative.proposer import Proposal
 from services.gpu_worker.speculative.row_cost import KEPT_STEPS, RowCost
-from services.gpu_worker.speculative.speculator import READ_TOKENS, Speculator
+from services.gpu_worker.speculative.speculator import READ_TOKENS, Offer, Speculator
 from shared.speculative_config import SpeculativeConfig
 from tests.gpu_worker.builders import make_params
 
@@ -89,6 +90,48 @@ class Simulation:
 
 def words(rng: random.Random, count: int, vocabulary: int = 20_000) -> list[int]:
     return [rng.randrange(vocabulary) for _ in range(count)]
+
+
+def test_who_copies_does_not_nap_over_the_end_of_anothers_prompt() -> None:
+    """Beside which a step has no room for guesses, whatever they are worth."""
+    cost, rng = RowCost(), random.Random(1)
+    for num_rows in (1, 2, 4, 8, 16):
+        cost.observe(num_rows, rows_are_nearly_free(num_rows))
+    simulation = Simulation(Speculator(SUFFIX, cost, max_step_s=rows_are_nearly_free(256)), rows_are_nearly_free)
+    text = words(rng, 2000)
+    copying, other = make_sequence(text), make_sequence(words(rng, 20_000), 1)
+    left = {id(copying): list(text), id(other): [1]}
+    own = Chunk(copying, len(text) - 1, 1, True)
+    for n in range(61):
+        own = replace(own, start=len(copying.token_ids) - 1)
+        simulation.step([own] if n < 10 else [own, Chunk(other, n * 255, 255, False)], left)
+    before = simulation.num_draft_rows
+    simulation.step([replace(own, start=len(copying.token_ids) - 1)], left)
+    assert simulation.num_draft_rows > before
+
+
+def test_guesses_that_are_not_worth_their_rows_let_a_sequence_nap(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They would be if all of them were right."""
+    cost = RowCost()
+    for num_rows in (1, 2, 4):
+        cost.observe(num_rows, few_rows_are_cheap(num_rows) * num_rows**0.5)
+    speculator, seq = Speculator(SUFFIX, cost), make_sequence([1] * 50)
+    monkeypatch.setattr(speculator, "_propose", lambda seq, most: (Proposal((1,), (1,)), [0.3]))
+    for _ in range(3):
+        assert speculator.draft([Chunk(seq, 49, 1, True)], [8], 64) == [NO_DRAFT]
+    assert speculator._guided[seq.sid].num_idle == 3
+
+
+def test_what_was_offered_for_a_step_that_never_came_is_forgotten() -> None:
+    speculator, text = Speculator(SUFFIX), [*range(20), *range(20)]
+    seq, next_one = make_sequence(text), make_sequence(text)
+    chunk = Chunk(seq, 39, 1, True)
+    assert speculator.offers([chunk], [8], 64)
+    speculator.offers([chunk], [0], 64)
+    speculator.forget(seq)
+    offer: Offer = (Proposal((1,), (1,)), [0.9])
+    speculator.chosen([replace(chunk, seq=next_one)], {seq.sid: offer}, 64)
+    assert speculator._guided[seq.sid].num_idle == 0
 
 
 @pytest.mark.parametrize("config", [SUFFIX, NGRAM], ids=["suffix", "ngram"])

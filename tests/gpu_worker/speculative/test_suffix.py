@@ -103,11 +103,35 @@ def test_a_list_that_is_copied_is_not_counted_on() -> None:
 def test_counting_is_learnt_as_a_guess_and_goes_on_behind_it() -> None:
     proposer = SuffixProposer()
     proposer.follow(b"n: 1, is x;n: 2, is y;n: ")
+    before = proposer._length
     assert proposer.follow(b"3")[0] == (COUNTED + 1, True)
-    assert bytes(proposer.propose(5).ids) == b", is "
+    assert bytes(proposer.propose(5).ids) == b", is " and proposer._length == before + 1
     proposer.follow(b", is z;n: ")
     assert proposer.follow(b"3")[0] == (COUNTED + 2, False)
     assert bytes(proposer.propose(5).ids) == b", is "
+
+
+def test_a_prediction_that_counts_is_expected_as_it_is() -> None:
+    proposer = SuffixProposer()
+    predicted = b"1. red\n2. green\n3. blue\n4. teal\n5. gold\n"
+    proposer.follow(predicted)
+    proposer.expect(len(predicted))
+    assert bytes(proposer.propose(len(predicted)).ids) == predicted
+
+
+def test_neighbours_by_chance_are_not_counted() -> None:
+    """Where nothing spoke for what was expected."""
+    proposer = SuffixProposer()
+    proposer.follow(b"the cat sat on|the cat S")
+    assert (proposer._length, proposer._text[proposer._source]) == (0, ord("a"))
+    proposer.follow(b"b")
+    assert proposer._kinds[-1] < COUNTED
+
+
+def test_counts_of_any_length_have_strengths() -> None:
+    text = [token for n in range(700) for token in (2000, 2001, 2002, n)]
+    got = after([*text, 2000, 2001, 2002], 1)
+    assert got.ids == (700,) and COUNTED + MAX_LENGTH <= got.strengths[0] < COUNTED + KIND
 
 
 @given(st.lists(st.integers(0, 5), max_size=60))
@@ -131,16 +155,15 @@ def test_places_that_were_foreseen_are_trusted_more_before_anything_is_known() -
     assert expected_of_match(CHANGED + 2) > 0.5
 
 
-@given(st.lists(st.integers(0, 3), max_size=60))
+@given(st.lists(st.integers(0, 3).map(lambda n: 2 * n), max_size=60))
 def test_a_match_is_one(text: list[int]) -> None:
-    """Whatever is proposed with a strength followed so many equal tokens, but for what is changed or counted."""
+    """Whatever is proposed with a strength followed so many equal tokens somewhere; but for what is so by a change."""
     proposer, is_changed = SuffixProposer(), False
     for token_id in text:
         proposer.follow((token_id,))
         is_changed = is_changed or any(times >= SURE_CHANGE for _, times in proposer._changes.values())
     got = proposer.propose(1)
-    is_counted = any(kind > COUNTED for kind in proposer._kinds)
-    if got.ids and got.strengths[0] % KIND and not is_changed and not is_counted:
+    if got.ids and got.strengths[0] % KIND and not is_changed:
         strength = got.strengths[0] % KIND
         tail = text[-strength:]
         ends = [e for e in range(strength, len(text)) if text[e - strength : e] == tail]
