@@ -171,12 +171,13 @@ class SuffixProposer:
         for length in range(self._length, self._length + most):
             if source == len(text):
                 source = self._source
-            token_id, strength = text[source], kinds[source] + min(length, MAX_LENGTH)
+            token_id, kind, equal = text[source], kinds[source], min(length, MAX_LENGTH)
             place, times = changes.get(token_id, NO_CHANGE)
-            if (counted := kinds[source]) > COUNTED:
-                token_id, strength = (
-                    (token_id + 1, counted) if self._counts_up else (token_id, FORESEEN + min(length, MAX_LENGTH))
-                )
+            strength = kind + equal
+            if kind > COUNTED and self._counts_up:
+                token_id, strength = token_id + 1, kind
+            elif kind > COUNTED:
+                strength = FORESEEN + equal
             elif times >= SURE_CHANGE and length:
                 source, token_id, strength = place, text[place], CHANGED + times
             ids.append(token_id)
