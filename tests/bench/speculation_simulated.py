@@ -29,7 +29,7 @@ from services.gpu_worker.drafters import AnySpeculator, make_auto
 from services.gpu_worker.engine_thread import EngineLoop
 from services.gpu_worker.heads_loading import heads_of
 from services.gpu_worker.running_set import Change, RunningSet
-from services.gpu_worker.speculative.head_proposer import HeadProposer
+from services.gpu_worker.speculative.head_proposer import Head, HeadProposer
 from services.gpu_worker.speculative.native_eagle import Guess, Wanted
 from services.gpu_worker.speculative.row_cost import RowCost
 from services.gpu_worker.step_cost import StepCost
@@ -93,20 +93,22 @@ class TimedStep:
         return drawn
 
 
-def time_head(heads: HeadProposer, machine: Machine) -> None:
-    """Its guesses take what the machine says."""
-    head, args, guess = heads._head, machine.args, heads._head.guess
-    heads._clock = machine.clock
+class TimedHead:
+    """A head whose guesses take what the machine says."""
 
-    def timed(wanted: Seq[Wanted]) -> list[list[Guess]]:
-        found = guess(wanted)
-        num_rows, num_places = sum(len(own.taps) for own in wanted), max(1, *(own.count for own in wanted), 1)
-        head.later_s = args.head_later_ms / 1000 * (num_places - 1)
-        machine.now += (args.head_ms + args.head_row_ms * (num_rows - 1)) / 1000 + head.later_s
-        machine.counts["guesses"] += 1
+    aside_s = 0.0
+
+    def __init__(self, head: Head, machine: Machine) -> None:
+        self.later_s = 0.0
+        self._head, self._machine = head, machine
+
+    def guess(self, wanted: Seq[Wanted]) -> list[list[Guess]]:
+        args, found = self._machine.args, self._head.guess(wanted)
+        num_rows, num_places = sum(len(own.taps) for own in wanted), max(1, *(own.count for own in wanted))
+        self.later_s = args.head_later_ms / 1000 * (num_places - 1)
+        self._machine.now += (args.head_ms + args.head_row_ms * (num_rows - 1)) / 1000 + self.later_s
+        self._machine.counts["guesses"] += 1
         return found
-
-    head.guess = timed  # type: ignore[method-assign]
 
 
 def run(
@@ -160,7 +162,7 @@ def main() -> int:
     assert with_heads is not None and config is not None
     heads, machine = with_heads.load(engine), Machine(points, args)
     assert isinstance(heads, HeadProposer)
-    time_head(heads, machine)
+    heads._head, heads._clock = TimedHead(heads._head, machine), machine.clock
     stops = tuple(tokenizer.eos_token_ids)
     for kind in args.kinds.split(","):
         prompts = prompts_of(kind, tokenizer, 2, random.Random(1))
